@@ -1,0 +1,1 @@
+"""Reading and writing weights and tokenizers, and the shipped drafter."""

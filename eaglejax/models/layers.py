@@ -1,0 +1,186 @@
+"""The building blocks shared by target and drafter, as Linen modules.
+
+Every module of a layer stack owns the weights of *all* layers, `[L, ...]`, and takes the layer's
+index: kernels get stack and index, so no layer is ever sliced out and copied before a call. Weights
+are float arrays or QuantTensors; which one is decided by whoever built the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from eaglejax.cache import CacheView
+from eaglejax.models.rotary import apply_rotary
+from eaglejax.quant import QuantTensor, take_columns
+from pallas_kernels.int4_matmul.api import int4_matmul
+from pallas_kernels.tree_attention.api import tree_attention
+
+LayerIndex = Int[Array, ""] | int
+
+
+class FreshKV(struct.PyTreeNode):
+    """Keys (rotary applied) and values of rows that are not in the cache.
+
+    One layer: `[B, N, K, h]`; a layer stack: `[L, B, N, K, h]`.
+    """
+
+    k: Float[Array, "..."]
+    v: Float[Array, "..."]
+
+    def concat(self, other: FreshKV) -> FreshKV:
+        """Rows of `other` after these (row axis: third from the end)."""
+        return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=-3), self, other)
+
+
+class Linear(nn.Module):
+    """`x @ kernel[layer]` without bias; kernel `[L, K, N]`, float or quantised."""
+
+    features: int
+    layers: int = 1
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*rows K"], layer: LayerIndex = 0) -> Array:
+        kernel = self._kernel(x.shape[-1])
+        if isinstance(kernel, QuantTensor):
+            return int4_matmul(
+                x,
+                kernel.values,
+                kernel.scale,
+                kernel.minimum,
+                layer,
+                bits=kernel.bits,
+                group_size=kernel.group_size,
+            )
+        return jnp.matmul(x, kernel[layer], precision="highest")
+
+    def _kernel(self, inputs: int) -> Array | QuantTensor:
+        # `self.param` would compare a QuantTensor with the float shape and refuse it.
+        if self.has_variable("params", "kernel"):
+            return self.get_variable("params", "kernel")
+        init = nn.initializers.lecun_normal(in_axis=-2, out_axis=-1, batch_axis=0)
+        return self.param("kernel", init, (self.layers, inputs, self.features))
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * scale[layer]`, variance in float32 (arXiv 1910.07467)."""
+
+    eps: float
+    layers: int = 1
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*rows D"], layer: LayerIndex = 0) -> Array:
+        scale = self.param("scale", nn.initializers.ones, (self.layers, x.shape[-1]))
+        wide = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        normed = (wide * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
+        return normed * scale[layer].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+class MLP(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))` (arXiv 2002.05202)."""
+
+    intermediate_size: int
+    layers: int = 1
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*rows D"], layer: LayerIndex = 0) -> Array:
+        gate = Linear(self.intermediate_size, self.layers, name="gate")(x, layer)
+        up = Linear(self.intermediate_size, self.layers, name="up")(x, layer)
+        return Linear(x.shape[-1], self.layers, name="down")(nn.silu(gate) * up, layer)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over committed pages and the fresh block (arXiv 2305.13245).
+
+    The input may be wider than the output (a drafter's rows are [embedding | hidden]).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    out_features: int
+    layers: int = 1
+
+    def setup(self) -> None:
+        self.q = Linear(self.num_heads * self.head_dim, self.layers)
+        self.k = Linear(self.num_kv_heads * self.head_dim, self.layers)
+        self.v = Linear(self.num_kv_heads * self.head_dim, self.layers)
+        self.o = Linear(self.out_features, self.layers)
+
+    def project_kv(
+        self,
+        x: Float[Array, "B N D"],
+        rotary: tuple[Float[Array, "B N a"], Float[Array, "B N a"]],
+        layer: LayerIndex = 0,
+    ) -> FreshKV:
+        """Keys and values of rows, rotary applied to the keys."""
+        heads = (*x.shape[:2], self.num_kv_heads, self.head_dim)
+        k = apply_rotary(self.k(x, layer).reshape(heads), *rotary)
+        return FreshKV(k, self.v(x, layer).reshape(heads))
+
+    def __call__(
+        self,
+        x: Float[Array, "B n D"],
+        rotary: tuple[Float[Array, "B n a"], Float[Array, "B n a"]],
+        ancestors: Bool[Array, "B n m"] | None,
+        cache: CacheView | None,
+        block_kv: FreshKV | None = None,
+        layer: LayerIndex = 0,
+    ) -> tuple[Float[Array, "B n O"], FreshKV]:
+        """Attends; returns the output and the rows' own keys and values."""
+        q = self.q(x, layer).reshape(*x.shape[:2], self.num_heads, self.head_dim)
+        own = self.project_kv(x, rotary, layer)
+        fresh = own if block_kv is None else block_kv.concat(own)
+        prefix = () if cache is None else (cache.k, cache.v, cache.page_table, cache.lengths, layer)
+        out = tree_attention(
+            apply_rotary(q, *rotary), fresh.k, fresh.v, ancestors, *prefix
+        )
+        return self.o(out.reshape(*x.shape[:2], -1), layer), own
+
+
+def lookup(
+    embedding: Float[Array, "V D"] | QuantTensor, ids: Int[Array, "*rows"]
+) -> Float[Array, "*rows D"]:
+    """Rows of an embedding table; a quantised table is stored as the tied head's `[D, V]`."""
+    if isinstance(embedding, QuantTensor):
+        return take_columns(embedding, ids)
+    return jnp.take(embedding, ids, axis=0, mode="clip")
+
+
+class Embed(nn.Module):
+    """Token embedding `[V, D]`, or a quantised `[D, V]` that a tied head shares."""
+
+    vocab_size: int
+    features: int
+
+    def setup(self) -> None:
+        init: Callable = nn.initializers.normal(0.02)
+        if self.has_variable("params", "embedding"):
+            self.table = self.get_variable("params", "embedding")
+        else:
+            self.table = self.param("embedding", init, (self.vocab_size, self.features))
+
+    def __call__(self, ids: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        return lookup(self.table, ids)
+
+    def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Logits of a head tied to this embedding."""
+        if isinstance(self.table, QuantTensor):
+            table = self.table
+            minimum = None if table.minimum is None else table.minimum[None]
+            return int4_matmul(
+                x,
+                table.values[None],
+                table.scale[None],
+                minimum,
+                0,
+                bits=table.bits,
+                group_size=table.group_size,
+            )
+        return jnp.einsum("...d,vd->...v", x, self.table, precision="highest")

@@ -1,0 +1,113 @@
+"""The target: a Llama-type decoder whose one forward pass serves prefill, decoding and verification."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from eaglejax.cache import CacheView
+from eaglejax.config import TargetConfig
+from eaglejax.models.layers import MLP, Attention, Embed, FreshKV, Linear, RMSNorm
+from eaglejax.models.rotary import rotary_angles
+
+
+class TargetOutput(struct.PyTreeNode):
+    """What a pass over n rows gives.
+
+    Attributes:
+        hidden: after the final norm, the head's input.
+        features: residual stream after each feature layer, concatenated; the drafter's input.
+        fresh_kv: keys and values of the rows, for `commit`.
+    """
+
+    hidden: Float[Array, "B n D"]
+    features: Float[Array, "B n F"]
+    fresh_kv: FreshKV
+
+
+class Block(nn.Module):
+    """One decoder layer, called with the layer's index on weights of the whole stack."""
+
+    config: TargetConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B n D"],
+        layer: Int[Array, ""],
+        rotary: tuple[Array, Array],
+        ancestors: Bool[Array, "B n m"] | None,
+        cache: CacheView | None,
+    ) -> tuple[Float[Array, "B n D"], tuple[Float[Array, "B n D"], FreshKV]]:
+        c, stack = self.config, self.config.num_layers
+        normed = RMSNorm(c.rms_norm_eps, stack, name="attention_norm")(x, layer)
+        attention = Attention(
+            c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, stack, name="attention"
+        )
+        out, kv = attention(normed, rotary, ancestors, cache, layer=layer)
+        x = x + out
+        normed = RMSNorm(c.rms_norm_eps, stack, name="mlp_norm")(x, layer)
+        x = x + MLP(c.intermediate_size, stack, name="mlp")(normed, layer)
+        return x, (x, kv)
+
+
+class Target(nn.Module):
+    """Llama-type decoder (arXiv 2302.13971) with EAGLE-3 features.
+
+    Attributes:
+        config: architecture.
+        feature_layers: layers whose outputs are the feature, 0-based.
+    """
+
+    config: TargetConfig
+    feature_layers: tuple[int, ...]
+
+    def setup(self) -> None:
+        c = self.config
+        self.embed = Embed(c.vocab_size, c.hidden_size)
+        # Weights are shared by all iterations and indexed inside, so no layer is copied out.
+        scan = nn.scan(
+            Block,
+            variable_broadcast="params",
+            split_rngs={"params": False},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=c.num_layers,
+        )
+        self.layers = scan(c)
+        self.norm = RMSNorm(c.rms_norm_eps)
+        if not c.tie_embeddings:
+            self.head = Linear(c.vocab_size)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B n"],
+        positions: Int[Array, "B n"],
+        ancestors: Bool[Array, "B n n"] | None = None,
+        cache: CacheView | None = None,
+    ) -> TargetOutput:
+        """Runs n fresh rows over the committed prefix; writes nothing.
+
+        Args:
+            tokens: ids of the rows.
+            positions: absolute position of each row (for a tree: root + depth, never the row index).
+            ancestors: which rows each row sees, itself included; None is causal.
+            cache: the committed prefix, or None where there is none.
+        """
+        rotary = rotary_angles(positions, self.config.rope, self.config.head_dim)
+        x = self.embed(tokens)
+        indices = jnp.arange(self.config.num_layers)
+        x, (outputs, fresh_kv) = self.layers(x, indices, rotary, ancestors, cache)
+        features = jnp.concatenate([outputs[i] for i in self.feature_layers], axis=-1)
+        return TargetOutput(self.norm(x), features, fresh_kv)
+
+    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Next-token logits of rows after the final norm."""
+        if self.config.tie_embeddings:
+            return self.embed.attend(hidden)
+        return self.head(hidden)
+
+    def initialise(self, tokens: Int[Array, "B n"], positions: Int[Array, "B n"]) -> Array:
+        """Touches every parameter; for `init` only."""
+        return self.logits(self(tokens, positions).hidden)

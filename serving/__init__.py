@@ -1,0 +1,1 @@
+"""HTTP server that speaks the OpenAI API."""
