@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 
 class CacheView(struct.PyTreeNode):
-    """What a forward pass may see: pages, which of them belong to each row of the batch, lengths."""
+    """What a forward pass may see: pages, whose they are, and how many tokens are committed."""
 
     k: Float[Array, "L P p K h"]
     v: Float[Array, "L P p K h"]

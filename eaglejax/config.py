@@ -11,7 +11,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
 class ConfigError(ValueError):
-    """A configuration value that cannot be used; the message names the field, the value and what fits."""
+    """A value that cannot be used; the message names the field, the value and what fits."""
 
 
 def _require(condition: bool, field: str, found: object, expected: str) -> None:
@@ -19,9 +19,30 @@ def _require(condition: bool, field: str, found: object, expected: str) -> None:
         raise ConfigError(f"{field} = {found!r}: expected {expected}")
 
 
+SIZES = (
+    "vocab_size",
+    "draft_vocab_size",
+    "hidden_size",
+    "target_hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position",
+)
+
+
+def _require_positive(config: object) -> None:
+    """All sizes that a configuration has are positive integers."""
+    for field in SIZES:
+        value = getattr(config, field, 1)
+        _require(isinstance(value, int) and value > 0, field, value, "a positive integer")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base and optional context-extension scaling (names as in HF `rope_scaling`)."""
+    """Rotary embedding: base and optional context extension (names as in HF `rope_scaling`)."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
@@ -69,11 +90,7 @@ class TargetConfig:
     max_position: int = 8192
 
     def __post_init__(self) -> None:
-        for field in (
-            "vocab_size hidden_size num_layers num_heads num_kv_heads head_dim intermediate_size"
-        ).split():
-            value = getattr(self, field)
-            _require(isinstance(value, int) and value > 0, field, value, "a positive integer")
+        _require_positive(self)
         _require(
             self.num_heads % self.num_kv_heads == 0,
             "num_kv_heads",
@@ -105,12 +122,7 @@ class DrafterConfig:
     norm_output: bool = False  # EAGLE-3.1: the next draft row gets the normed hidden state
 
     def __post_init__(self) -> None:
-        for field in (
-            "vocab_size draft_vocab_size hidden_size target_hidden_size num_heads num_kv_heads "
-            "head_dim intermediate_size"
-        ).split():
-            value = getattr(self, field)
-            _require(isinstance(value, int) and value > 0, field, value, "a positive integer")
+        _require_positive(self)
         _require(
             self.draft_vocab_size <= self.vocab_size,
             "draft_vocab_size",
@@ -146,8 +158,9 @@ class DrafterConfig:
 class SpecPlan:
     """How much to draft: `depth` tokens on a path, `width` children a level, `nodes` rows verified.
 
-    `nodes` counts the root (SGLang's num_draft_tokens, EAGLE's total_token). A chain is (d, 1, d+1);
-    (0, 1, 1) is plain decoding. EAGLE's own "depth 3, top_k 4, total 12" is (4, 4, 12) here.
+    `nodes` counts the root (SGLang's num_draft_tokens, EAGLE's total_token). A chain is
+    (d, 1, d+1); (0, 1, 1) is plain decoding. EAGLE's own "depth 3, top_k 4, total 12" is
+    (4, 4, 12) here.
     """
 
     depth: int
@@ -228,7 +241,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         finite = isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature)
         _require(
-            finite and self.temperature >= 0, "temperature", self.temperature, "a number of 0 or more"
+            finite and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            "a number of 0 or more",
         )
         _require(
             isinstance(self.top_k, int) and self.top_k >= -1,
@@ -260,7 +276,11 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0 or self.top_k == 1
+        """Nothing is drawn: the likeliest token always."""
+        return self.temperature == 0
+
+
+GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -273,7 +293,11 @@ class EngineConfig:
         page_size: tokens a cache page holds.
         spec: speculate ("on") or decode plainly ("off").
         plan: what one speculative step drafts.
-        weights: "float32" dequantises the weights once, at load.
+        kernels: "cpu" runs the native CPU kernels, "reference" plain XLA; "auto" takes the kernels
+            where they run, which is decided and logged once, at start.
+        weights: "float32" dequantises once, at load; "int4" keeps quantised weights as they are
+            (with the kernels, activations are then quantised to 8 bits: W4A8); "auto" is "int4"
+            with the kernels and "float32" without.
         prefill_chunks: chunk sizes a prompt is cut into, each one compiled program.
     """
 
@@ -282,7 +306,8 @@ class EngineConfig:
     page_size: int = 16
     spec: Literal["off", "on"] = "on"
     plan: SpecPlan = SpecPlan(3, 1, 4)
-    weights: Literal["float32", "int4"] = "float32"
+    kernels: Literal["auto", "cpu", "reference"] = "auto"
+    weights: Literal["auto", "float32", "int4"] = "auto"
     prefill_chunks: tuple[int, ...] = (32, 128, 512)
 
     def __post_init__(self) -> None:
@@ -290,9 +315,12 @@ class EngineConfig:
             value = getattr(self, field)
             _require(isinstance(value, int) and value > 0, field, value, "a positive integer")
         _require(self.spec in ("off", "on"), "spec", self.spec, "'off' or 'on'")
-        _require(
-            self.weights in ("float32", "int4"), "weights", self.weights, "'float32' or 'int4'"
-        )
+        for field, choices in (
+            ("kernels", ("auto", "cpu", "reference")),
+            ("weights", ("auto", "float32", "int4")),
+        ):
+            value = getattr(self, field)
+            _require(value in choices, field, value, f"one of {', '.join(choices)}")
         _require(isinstance(self.plan, SpecPlan), "plan", self.plan, "a SpecPlan")
         chunks = tuple(sorted(self.prefill_chunks))
         _require(

@@ -7,7 +7,7 @@ run for the last pair alone. Rows that the drafter makes from its own guesses ar
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
@@ -15,12 +15,14 @@ from jaxtyping import Array, Float, Int
 
 from eaglejax.cache import PagedCache, commit
 from eaglejax.config import SpecPlan
+from eaglejax.models.apply import apply
 from eaglejax.models.drafter import Drafter
 from eaglejax.models.layers import FreshKV
 from eaglejax.state import EngineState, SlotRows
 from eaglejax.tree import Tree, first_level, next_level, select
 
 
+@runtime_checkable
 class Draft(Protocol):
     """Grows a tree for each slot and absorbs what is pending.
 
@@ -30,7 +32,7 @@ class Draft(Protocol):
 
     def __call__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | None,
         variables: Any,
         state: EngineState,
         slots: Int[Array, " B"],
@@ -60,11 +62,15 @@ class Pending(struct.PyTreeNode):
     ) -> Pending:
         """Reads up to `limit` pairs from the ring and projects their keys and values."""
         assert state.ring is not None
-        positions = rows.absorbed[:, None] + jnp.arange(limit)[None]
+        number = jnp.arange(limit)[None]
+        count = rows.lengths - rows.absorbed
+        positions = rows.absorbed[:, None] + number
         features, tokens = state.ring.read(slots, positions)
-        hidden = drafter.apply(variables, features, method="fuse")
-        kv = drafter.apply(variables, hidden, tokens, positions, method="project_kv")
-        return cls(hidden, tokens, positions, kv, rows.lengths - rows.absorbed)
+        # What is not pending may be anything, NaN too: clear it, since 0 * NaN is NaN.
+        features = jnp.where((number < count[:, None])[..., None], features, 0)
+        hidden = apply(drafter, variables, features, method="fuse")
+        kv = apply(drafter, variables, hidden, tokens, positions, method="project_kv")
+        return cls(hidden, tokens, positions, kv, count)
 
     def commit(
         self, state: EngineState, rows: SlotRows, count: Int[Array, " B"]
@@ -101,14 +107,15 @@ def absorb_chunk(
     Returns:
         the state with new drafter cache and ring, and the absorbed lengths.
     """
-    assert state.ring is not None and state.draft is not None
+    assert state.ring is not None
+    assert state.draft is not None
     start = rows.lengths
     carried, _ = state.ring.read(slots, (start - 1)[:, None])
     shifted = jnp.concatenate([carried, features[:, :-1]], axis=1)
     steps = jnp.arange(tokens.shape[1])[None]
     positions = jnp.maximum(start[:, None] - 1 + steps, 0)
-    hidden = drafter.apply(variables, shifted, method="fuse")
-    kv = drafter.apply(variables, hidden, tokens, positions, method="project_kv")
+    hidden = apply(drafter, variables, shifted, method="fuse")
+    kv = apply(drafter, variables, hidden, tokens, positions, method="project_kv")
     # A prompt's first token has no feature before it: its row is skipped.
     first = (start == 0).astype(jnp.int32)
     count = jnp.maximum(counts - first, 0)
@@ -123,7 +130,7 @@ def absorb_chunk(
 
 
 def eagle3(
-    drafter: Drafter,
+    drafter: Drafter | None,
     variables: Any,
     state: EngineState,
     slots: Int[Array, " B"],
@@ -135,6 +142,7 @@ def eagle3(
     Every draft row sees the absorbed prefix, the pending pairs, and its own path; its rotary
     position is the root's feature position plus its depth.
     """
+    assert drafter is not None
     assert state.draft is not None
     pending = Pending.read(drafter, variables, state, slots, rows, plan.depth + 1)
     view = state.draft.view(rows.page_table, rows.absorbed)
@@ -145,7 +153,7 @@ def eagle3(
     hidden = jnp.take_along_axis(pending.hidden, last[..., None], axis=1)
     sees = jnp.concatenate([number < last, jnp.ones_like(last, bool)], axis=1)[:, None]
     at = jnp.take_along_axis(pending.positions, last, axis=1)
-    output = drafter.apply(variables, hidden, rows.root[:, None], at, sees, view, pending.kv)
+    output = apply(drafter, variables, hidden, rows.root[:, None], at, sees, view, pending.kv)
 
     candidates, frontier = first_level(output.logits[:, 0], plan.width)
     hidden = jnp.repeat(output.hidden, plan.width, axis=1)
@@ -155,10 +163,11 @@ def eagle3(
     itself = jnp.repeat(jnp.eye(plan.width, dtype=bool)[None], len(slots), axis=0)
     for level in range(1, plan.depth):
         path = jnp.concatenate([path, itself], axis=2)
-        output = drafter.apply(
+        output = apply(
+            drafter,
             variables,
             hidden,
-            drafter.apply(variables, frontier.tokens, method="to_target"),
+            apply(drafter, variables, frontier.tokens, method="to_target"),
             jnp.broadcast_to(at + level, frontier.tokens.shape),
             path,
             view,
@@ -170,7 +179,7 @@ def eagle3(
         path = _gather_rows(path, frontier.parent_slot)
 
     tokens, parents = select(candidates, plan)
-    tokens = drafter.apply(variables, tokens, method="to_target")
+    tokens = apply(drafter, variables, tokens, method="to_target")
     root = jnp.zeros_like(rows.root)[:, None]
     tree = Tree.build(
         jnp.concatenate([rows.root[:, None], tokens], axis=1),
@@ -184,4 +193,3 @@ def eagle3(
 def _gather_rows(x: Array, index: Int[Array, "B k"]) -> Array:
     """`x[b, index[b]]` for x `[B, n, ...]`."""
     return jnp.take_along_axis(x, index[:, :, None], axis=1)
-

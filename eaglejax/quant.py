@@ -6,18 +6,22 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int, UInt8
 
+from cpu_kernels.packing import matrix_shape, pack, unpack_columns
 from pallas_kernels.int4_matmul.reference import affine, dequantise_arrays, pack_int4
+
+Layout = Literal["kn", "cpu8"]
 
 
 class QuantTensor(struct.PyTreeNode):
     """A matrix `[..., K, N]` (K inputs, N outputs) quantised in groups along K.
 
-    `w = (q - zero) * scale` with zero 8 for INT4 and 0 for INT8, or `w = q * scale + minimum` where a
-    minimum is stored (GGUF Q4_1). INT4 stays packed in memory, two columns a byte, the even one in
-    the low nibble, so that an INT4 array never exists and kernels bitcast as they like.
+    `w = (q - zero) * scale` with zero 8 for INT4 and 0 for INT8, or `w = q * scale + minimum` where
+    a minimum is stored (GGUF Q4_1). INT4 stays packed in memory, two columns a byte, the even one
+    in the low nibble, so that an INT4 array never exists and kernels bitcast as they like.
 
     Attributes:
         values: INT4: uint8 `[..., K, N/2]`; INT8: int8 `[..., K, N]`.
@@ -25,19 +29,22 @@ class QuantTensor(struct.PyTreeNode):
         minimum: like scale, or None.
         bits: 4 or 8.
         group_size: inputs that share a scale.
-        layout: how `values` lies in memory; "kn" is the row-major layout above.
+        layout: how `values` lies in memory. "kn" is the row-major layout above; "cpu8" is that of
+            `cpu_kernels.packing`, with scales and minima inside `values`.
     """
 
     values: UInt8[Array, "..."] | Int[Array, "..."]
-    scale: Float[Array, "..."]
+    scale: Float[Array, "..."] | None
     minimum: Float[Array, "..."] | None
     bits: Literal[4, 8] = struct.field(pytree_node=False)
     group_size: int = struct.field(pytree_node=False)
-    layout: Literal["kn"] = struct.field(pytree_node=False, default="kn")
+    layout: Layout = struct.field(pytree_node=False, default="kn")
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix that is meant, `[..., K, N]`."""
+        if self.layout == "cpu8" or self.scale is None:
+            return matrix_shape(self.values)
         return (*self.values.shape[:-1], self.scale.shape[-1])
 
     @property
@@ -72,8 +79,46 @@ def quantise(
     return QuantTensor(values, scale, minimum, bits=4, group_size=group_size)
 
 
+def pack_for_cpu(weight: QuantTensor) -> QuantTensor:
+    """The same weights in the CPU kernels' layout; groups are cut to 32 inputs.
+
+    Raises:
+        ValueError: the sizes do not fill the layout's blocks (32 inputs by 8 outputs).
+    """
+    if weight.layout == "cpu8" or weight.scale is None:
+        return weight
+    *lead, rows, columns = weight.shape
+    levels = np.asarray(weight.values)
+    if weight.bits == 4:
+        levels = np.stack([levels & 15, levels >> 4], axis=-1)
+    levels = levels.reshape(-1, rows, columns)
+
+    def per_group(x: Array | None) -> np.ndarray | None:
+        if x is None:
+            return None
+        repeats = weight.group_size // 32
+        return np.asarray(x).reshape(-1, rows // weight.group_size, columns).repeat(repeats, 1)
+
+    scale, minimum = per_group(weight.scale), per_group(weight.minimum)
+    assert scale is not None
+    blocks = np.stack(
+        [
+            pack(levels[i], scale[i], None if minimum is None else minimum[i], weight.bits)
+            for i in range(len(levels))
+        ]
+    )
+    blocks = jnp.asarray(blocks.reshape(*lead, *blocks.shape[1:]))
+    return QuantTensor(blocks, None, None, bits=weight.bits, group_size=32, layout="cpu8")
+
+
 def dequantise(weight: QuantTensor) -> Float[Array, "... K N"]:
-    """The float32 matrix that a QuantTensor stands for."""
+    """The float32 matrix that a QuantTensor stands for.
+
+    Raises:
+        ValueError: it is packed for a kernel; dequantise before packing.
+    """
+    if weight.scale is None:
+        raise ValueError(f"weights of layout {weight.layout!r} are not dequantised")
     return dequantise_arrays(
         weight.values,
         weight.scale,
@@ -85,6 +130,8 @@ def dequantise(weight: QuantTensor) -> Float[Array, "... K N"]:
 
 def take_columns(weight: QuantTensor, ids: Int[Array, "..."]) -> Float[Array, "... K"]:
     """Dequantises single columns of a `[K, N]` matrix: the embedding lookup of a tied head."""
+    if weight.layout == "cpu8":
+        return unpack_columns(weight.values, ids)
     flat = ids.reshape(-1)
 
     def columns(array: Array, index: Array) -> Array:
@@ -96,13 +143,8 @@ def take_columns(weight: QuantTensor, ids: Int[Array, "..."]) -> Float[Array, ".
         values = jnp.where(flat[None] % 2 == 0, byte & 15, byte >> 4)
     else:
         values = columns(weight.values, flat)
+    assert weight.scale is not None
+    scale = columns(weight.scale, flat)
     minimum = None if weight.minimum is None else columns(weight.minimum, flat)
-    rows = affine(
-        values, columns(weight.scale, flat), minimum, bits=weight.bits, group_size=weight.group_size
-    ).T
+    rows = affine(values, scale, minimum, bits=weight.bits, group_size=weight.group_size).T
     return rows.reshape(*ids.shape, -1)
-
-
-def layer_of(weight: QuantTensor, layer: Int[Array, ""] | int) -> QuantTensor:
-    """One matrix of a layer stack `[L, K, N]`."""
-    return jax.tree.map(lambda leaf: leaf[layer], weight)

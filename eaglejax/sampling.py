@@ -1,12 +1,12 @@
 """From logits to tokens: a function of processed logits, seed and absolute position only.
 
-Because nothing else enters (no step counter, no batch neighbour, no draft), a request gives the same
-text plainly and speculatively, alone and in a batch, and after preemption.
+Because nothing else enters (no step counter, no batch neighbour, no draft), a request gives the
+same text plainly and speculatively, alone and in a batch, and after preemption.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ class SamplingRows(struct.PyTreeNode):
     seed: UInt32[Array, " B"]
 
 
+@runtime_checkable
 class Choose(Protocol):
     """Picks the token that follows each row, given the absolute position that token will have."""
 
@@ -62,7 +63,7 @@ def process(logits: Float[Array, "B N V"], rows: SamplingRows) -> Float[Array, "
     keeps are kept as well, so the result does not depend on the order of ids.
     """
 
-    def per_row(x: Array) -> Array:
+    def per_row(x: Any) -> Any:
         return x[:, None, None]
 
     temperature = per_row(jnp.maximum(rows.temperature, TINY_TEMPERATURE))
@@ -76,9 +77,11 @@ def process(logits: Float[Array, "B N V"], rows: SamplingRows) -> Float[Array, "
     )
     weights = jnp.where(kept, weights, 0.0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    # A top_p that float32 rounds to 0 must not be satisfied by an empty set.
+    mass_wanted = jnp.maximum(rows.top_p, 1e-6)
     nucleus = weights >= _largest_threshold(
         weights,
-        lambda _, mass: jnp.sum(mass, -1, keepdims=True) >= per_row(rows.top_p) * total,
+        lambda _, mass: jnp.sum(mass, -1, keepdims=True) >= per_row(mass_wanted) * total,
     )
     # top_p = 1 keeps everything: rounding in the sum must not cut the tail off.
     weights = jnp.where(nucleus | per_row(rows.top_p >= 1), weights, 0.0)
@@ -123,5 +126,9 @@ def inverse_cdf(
     cumulative = jnp.cumsum(probabilities, axis=-1)
     # Scaling the coin by the total makes rounding in the sum harmless: it never passes the end.
     goal = (coins * cumulative[..., -1])[..., None]
-    exceeds = (cumulative > goal) & (probabilities > 0)
-    return jnp.argmax(exceeds, axis=-1).astype(jnp.int32)
+    possible = probabilities > 0
+    exceeds = (cumulative > goal) & possible
+    # A coin just below 1 can round up to the total, which nothing exceeds: the last possible token.
+    last = probabilities.shape[-1] - 1 - jnp.argmax(possible[..., ::-1], axis=-1)
+    first = jnp.argmax(exceeds, axis=-1)
+    return jnp.where(jnp.any(exceeds, axis=-1), first, last).astype(jnp.int32)

@@ -25,7 +25,7 @@ class SlotRows(struct.PyTreeNode):
     Attributes:
         page_table: cache pages of the slot, for target and drafter alike.
         lengths: tokens whose target keys and values are committed.
-        absorbed: rows whose drafter keys and values are committed; `lengths - absorbed` are pending.
+        absorbed: rows whose drafter keys and values are committed; the rest up to lengths pends.
         root: the last committed token; its keys and values are not in the cache yet.
         active: the request is decoding.
         remaining: completion tokens that may still come.
@@ -54,7 +54,7 @@ class SlotRows(struct.PyTreeNode):
 
 
 class PendingRing(struct.PyTreeNode):
-    """Pairs (feature of position t, token t+1) that the drafter has not absorbed, at index t % RING."""
+    """Pairs (feature of position t, token t+1) not absorbed yet, at index t % RING."""
 
     features: Float[Array, "slots R F"]
     tokens: Int[Array, "slots R"]
@@ -132,7 +132,11 @@ class EngineState(struct.PyTreeNode):
             remaining=zeros(),
             stop_ids=jnp.full((count, MAX_STOP_IDS), NO_TOKEN, jnp.int32),
             sampling=SamplingRows(
-                zeros(jnp.float32), zeros(), zeros(jnp.float32) + 1, zeros(jnp.float32), zeros(jnp.uint32)
+                zeros(jnp.float32),
+                zeros(),
+                zeros(jnp.float32) + 1,
+                zeros(jnp.float32),
+                zeros(jnp.uint32),
             ),
         )
         ring = None

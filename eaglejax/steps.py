@@ -12,11 +12,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from eaglejax.cache import commit
 from eaglejax.config import SpecPlan
 from eaglejax.draft import Draft, Pending, absorb_chunk, eagle3
+from eaglejax.models.apply import apply
 from eaglejax.models.drafter import Drafter
 from eaglejax.models.target import Target, TargetOutput
 from eaglejax.sampling import Choose, sampled
@@ -78,18 +79,24 @@ def prefill_step(
     counts = jnp.where(slots < state.slots.active.shape[0], counts, 0)
     steps = jnp.arange(tokens.shape[1])[None]
     positions = rows.lengths[:, None] + steps
-    output = models.target.apply(
-        params.target, tokens, positions, None, state.target_view(rows)
-    )
+    output = apply(models.target, params.target, tokens, positions, None, state.target_view(rows))
     last = jnp.maximum(counts - 1, 0)[:, None]
     hidden = jnp.take_along_axis(output.hidden, last[..., None], axis=1)
-    logits = models.target.apply(params.target, hidden, method="logits")
+    logits = apply(models.target, params.target, hidden, method="logits")
     token = choose(logits, (rows.lengths + counts)[:, None], rows.sampling)[:, 0]
 
     absorbed = rows.absorbed
     if models.drafter is not None:
         state, absorbed = absorb_chunk(
-            models.drafter, params.drafter, state, slots, rows, output.features, tokens, counts, token
+            models.drafter,
+            params.drafter,
+            state,
+            slots,
+            rows,
+            output.features,
+            tokens,
+            counts,
+            token,
         )
     path = jnp.broadcast_to(steps, tokens.shape)
     target = _commit_target(state, rows, output, path, counts)
@@ -113,14 +120,15 @@ def decode_step(
 ) -> tuple[EngineState, StepOutput]:
     """One token for every active slot, without drafting."""
     rows = state.slots.take(slots)
-    output = models.target.apply(
+    output = apply(
+        models.target,
         params.target,
         rows.root[:, None],
         rows.lengths[:, None],
         None,
         state.target_view(rows),
     )
-    logits = models.target.apply(params.target, output.hidden, method="logits")
+    logits = apply(models.target, params.target, output.hidden, method="logits")
     token = choose(logits, rows.lengths[:, None] + 1, rows.sampling)[:, 0]
     alone = jnp.zeros_like(slots)
     return _advance(state, slots, rows, output, Verdict(alone[:, None], alone + 1, token), None)
@@ -130,6 +138,7 @@ def absorb_step(
     models: Models, params: Params, state: EngineState, slots: Int[Array, " B"]
 ) -> EngineState:
     """Absorbs all pending pairs but the last, so that plain decoding can go on for ever."""
+    assert models.drafter is not None
     rows = state.slots.take(slots)
     pending = Pending.read(models.drafter, params.drafter, state, slots, rows, RING)
     keep = jnp.where(rows.active, jnp.maximum(pending.count - 1, 0), 0)
@@ -156,14 +165,17 @@ def spec_step(
         accept: the acceptance rule, `eaglejax.verify.lossless` or your own.
     """
     rows = state.slots.take(slots)
-    tree, draft_cache, absorbed = draft(
-        models.drafter, params.drafter, state, slots, rows, plan
-    )
+    tree, draft_cache, absorbed = draft(models.drafter, params.drafter, state, slots, rows, plan)
     positions = rows.lengths[:, None] + tree.depths
-    output = models.target.apply(
-        params.target, tree.tokens, positions, tree.ancestors, state.target_view(rows)
+    output = apply(
+        models.target,
+        params.target,
+        tree.tokens,
+        positions,
+        tree.ancestors,
+        state.target_view(rows),
     )
-    logits = models.target.apply(params.target, output.hidden, method="logits")
+    logits = apply(models.target, params.target, output.hidden, method="logits")
     verdict = accept(logits, tree, rows.lengths, rows.sampling, plan.depth)
     state = state.replace(draft=draft_cache)
     rows = rows.replace(absorbed=absorbed)
@@ -181,19 +193,17 @@ def _advance(
     """Commits a verdict: cache rows of the path, its features to the ring, the bonus as root."""
     path, count = verdict.path, verdict.count
     tokens = verdict.token[:, None]
-    if drafted is not None:
+    if drafted is not None:  # the drafts below the root, then the bonus after the last accepted one
         following = jnp.take_along_axis(drafted, path[:, 1:], axis=1)
         tokens = jnp.concatenate([following, tokens], axis=1)
         is_bonus = jnp.arange(path.shape[1])[None] == count[:, None] - 1
         tokens = jnp.where(is_bonus, verdict.token[:, None], tokens)
-    positions = rows.lengths
-    before = rows
     rows, report = _finish(rows, tokens, count, count - 1, running=rows.active)
-    target = _commit_target(state, before, output, path, report.counts)
+    target = _commit_target(state, rows, output, path, report.counts)
     ring = state.ring
-    if ring is not None:
+    if ring is not None:  # node i of the path and the token after it are a pair to absorb
         features = jnp.take_along_axis(output.features, path[..., None], axis=1)
-        ring = ring.write(slots, positions, features, tokens, report.counts)
+        ring = ring.write(slots, rows.lengths, features, tokens, report.counts)
     last = jnp.maximum(report.counts - 1, 0)[:, None]
     newest = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
     rows = rows.replace(

@@ -76,9 +76,20 @@ class Frontier(struct.PyTreeNode):
     parent_slot: Int[Array, "B k"]
 
 
+def _likeliest(
+    logits: Float[Array, "*rows v"], width: int
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """Log-probabilities and draft ids of the k likeliest tokens."""
+    if width == 1:  # a chain never compares scores, and an arg-max is all it needs
+        tokens = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+        return jnp.zeros(tokens.shape), tokens
+    scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), width)
+    return scores, tokens
+
+
 def first_level(logits: Float[Array, "B v"], width: int) -> tuple[Candidates, Frontier]:
     """Children of the root: the k likeliest draft tokens."""
-    scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), width)
+    scores, tokens = _likeliest(logits, width)
     nobody = jnp.full(tokens.shape, -1, jnp.int32)
     index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)
     return Candidates(tokens, scores, nobody), Frontier(tokens, scores, index, 0 * index)
@@ -87,9 +98,9 @@ def first_level(logits: Float[Array, "B v"], width: int) -> tuple[Candidates, Fr
 def next_level(
     logits: Float[Array, "B k v"], frontier: Frontier, candidates: Candidates
 ) -> tuple[Candidates, Frontier]:
-    """k children of every frontier node are recorded; the k best of all become the next frontier."""
+    """Records k children of every frontier node; the k best of all are the next frontier."""
     batch, width = frontier.tokens.shape
-    top, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), width)
+    top, tokens = _likeliest(logits, width)
     scores = (top + frontier.scores[:, :, None]).reshape(batch, -1)
     tokens = tokens.reshape(batch, -1)
     first = candidates.tokens.shape[1]

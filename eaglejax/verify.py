@@ -8,7 +8,7 @@ makes it exactly distributed as the target's.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
@@ -32,6 +32,7 @@ class Verdict(struct.PyTreeNode):
     token: Int[Array, " B"]
 
 
+@runtime_checkable
 class Accept(Protocol):
     """An acceptance rule: logits of all nodes, the tree, root positions, sampling parameters."""
 

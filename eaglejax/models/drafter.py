@@ -11,6 +11,7 @@ from eaglejax.cache import CacheView
 from eaglejax.config import DrafterConfig
 from eaglejax.models.layers import MLP, Attention, FreshKV, Linear, RMSNorm, lookup
 from eaglejax.models.rotary import rotary_angles
+from pallas_kernels.implementation import Implementation
 
 
 class DrafterOutput(struct.PyTreeNode):
@@ -35,20 +36,25 @@ class Drafter(nn.Module):
     """
 
     config: DrafterConfig
+    kernels: Implementation = "reference"
 
     def setup(self) -> None:
         c = self.config
         self.fc = Linear(c.hidden_size)
         if c.norm_before_fc:
-            self.input_norm = RMSNorm(c.rms_norm_eps)
+            self.input_norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
         if c.fc_norm:
-            self.fc_norms = [RMSNorm(c.rms_norm_eps) for _ in c.feature_layers]
-        self.embedding_norm = RMSNorm(c.rms_norm_eps)
-        self.hidden_norm = RMSNorm(c.rms_norm_eps)
-        self.attention = Attention(c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size)
-        self.mlp_norm = RMSNorm(c.rms_norm_eps)
-        self.mlp = MLP(c.intermediate_size)
-        self.norm = RMSNorm(c.rms_norm_eps)
+            self.fc_norms = [
+                RMSNorm(c.rms_norm_eps, kernels=self.kernels) for _ in c.feature_layers
+            ]
+        self.embedding_norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
+        self.hidden_norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
+        self.attention = Attention(
+            c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, kernels=self.kernels
+        )
+        self.mlp_norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
+        self.mlp = MLP(c.intermediate_size, kernels=self.kernels)
+        self.norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
         self.head = Linear(c.draft_vocab_size)
         self.embedding = self.variable(
             "vocab", "embedding", lambda: jnp.zeros((c.vocab_size, c.hidden_size))

@@ -8,6 +8,7 @@ are float arrays or QuantTensors; which one is decided by whoever built the para
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 from eaglejax.cache import CacheView
 from eaglejax.models.rotary import apply_rotary
 from eaglejax.quant import QuantTensor, take_columns
+from pallas_kernels.implementation import Implementation
 from pallas_kernels.int4_matmul.api import int4_matmul
+from pallas_kernels.rms_norm.api import rms_norm
+from pallas_kernels.swiglu.api import swiglu
 from pallas_kernels.tree_attention.api import tree_attention
 
 LayerIndex = Int[Array, ""] | int
@@ -56,6 +60,7 @@ class Linear(nn.Module):
                 layer,
                 bits=kernel.bits,
                 group_size=kernel.group_size,
+                layout=kernel.layout,
             )
         return jnp.matmul(x, kernel[layer], precision="highest")
 
@@ -72,14 +77,12 @@ class RMSNorm(nn.Module):
 
     eps: float
     layers: int = 1
+    kernels: Implementation = "reference"
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"], layer: LayerIndex = 0) -> Array:
         scale = self.param("scale", nn.initializers.ones, (self.layers, x.shape[-1]))
-        wide = x.astype(jnp.float32)
-        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-        normed = (wide * jax.lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        return normed * scale[layer].reshape((1,) * (x.ndim - 1) + (-1,))
+        return rms_norm(x, scale, layer, self.eps, implementation=self.kernels)
 
 
 class MLP(nn.Module):
@@ -87,12 +90,14 @@ class MLP(nn.Module):
 
     intermediate_size: int
     layers: int = 1
+    kernels: Implementation = "reference"
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows D"], layer: LayerIndex = 0) -> Array:
         gate = Linear(self.intermediate_size, self.layers, name="gate")(x, layer)
         up = Linear(self.intermediate_size, self.layers, name="up")(x, layer)
-        return Linear(x.shape[-1], self.layers, name="down")(nn.silu(gate) * up, layer)
+        gated = swiglu(gate, up, implementation=self.kernels)
+        return Linear(x.shape[-1], self.layers, name="down")(gated, layer)
 
 
 class Attention(nn.Module):
@@ -106,6 +111,7 @@ class Attention(nn.Module):
     head_dim: int
     out_features: int
     layers: int = 1
+    kernels: Implementation = "reference"
 
     def setup(self) -> None:
         self.q = Linear(self.num_heads * self.head_dim, self.layers)
@@ -137,9 +143,16 @@ class Attention(nn.Module):
         q = self.q(x, layer).reshape(*x.shape[:2], self.num_heads, self.head_dim)
         own = self.project_kv(x, rotary, layer)
         fresh = own if block_kv is None else block_kv.concat(own)
-        prefix = () if cache is None else (cache.k, cache.v, cache.page_table, cache.lengths, layer)
+        prefix: tuple[Any, ...] = (
+            () if cache is None else (cache.k, cache.v, cache.page_table, cache.lengths, layer)
+        )
         out = tree_attention(
-            apply_rotary(q, *rotary), fresh.k, fresh.v, ancestors, *prefix
+            apply_rotary(q, *rotary),
+            fresh.k,
+            fresh.v,
+            ancestors,
+            *prefix,
+            implementation=self.kernels,
         )
         return self.o(out.reshape(*x.shape[:2], -1), layer), own
 
@@ -173,14 +186,15 @@ class Embed(nn.Module):
         """Logits of a head tied to this embedding."""
         if isinstance(self.table, QuantTensor):
             table = self.table
-            minimum = None if table.minimum is None else table.minimum[None]
+            scale, minimum = (None if x is None else x[None] for x in (table.scale, table.minimum))
             return int4_matmul(
                 x,
                 table.values[None],
-                table.scale[None],
+                scale,
                 minimum,
                 0,
                 bits=table.bits,
                 group_size=table.group_size,
+                layout=table.layout,
             )
         return jnp.einsum("...d,vd->...v", x, self.table, precision="highest")

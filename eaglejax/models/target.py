@@ -1,4 +1,4 @@
-"""The target: a Llama-type decoder whose one forward pass serves prefill, decoding and verification."""
+"""The target: a Llama-type decoder; one forward pass serves prefill, decoding, verification."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from eaglejax.cache import CacheView
 from eaglejax.config import TargetConfig
 from eaglejax.models.layers import MLP, Attention, Embed, FreshKV, Linear, RMSNorm
 from eaglejax.models.rotary import rotary_angles
+from pallas_kernels.implementation import Implementation
 
 
 class TargetOutput(struct.PyTreeNode):
@@ -31,6 +32,7 @@ class Block(nn.Module):
     """One decoder layer, called with the layer's index on weights of the whole stack."""
 
     config: TargetConfig
+    kernels: Implementation = "reference"
 
     @nn.compact
     def __call__(
@@ -42,14 +44,20 @@ class Block(nn.Module):
         cache: CacheView | None,
     ) -> tuple[Float[Array, "B n D"], tuple[Float[Array, "B n D"], FreshKV]]:
         c, stack = self.config, self.config.num_layers
-        normed = RMSNorm(c.rms_norm_eps, stack, name="attention_norm")(x, layer)
+        normed = RMSNorm(c.rms_norm_eps, stack, self.kernels, name="attention_norm")(x, layer)
         attention = Attention(
-            c.num_heads, c.num_kv_heads, c.head_dim, c.hidden_size, stack, name="attention"
+            c.num_heads,
+            c.num_kv_heads,
+            c.head_dim,
+            c.hidden_size,
+            stack,
+            self.kernels,
+            name="attention",
         )
         out, kv = attention(normed, rotary, ancestors, cache, layer=layer)
         x = x + out
-        normed = RMSNorm(c.rms_norm_eps, stack, name="mlp_norm")(x, layer)
-        x = x + MLP(c.intermediate_size, stack, name="mlp")(normed, layer)
+        normed = RMSNorm(c.rms_norm_eps, stack, self.kernels, name="mlp_norm")(x, layer)
+        x = x + MLP(c.intermediate_size, stack, self.kernels, name="mlp")(normed, layer)
         return x, (x, kv)
 
 
@@ -59,10 +67,12 @@ class Target(nn.Module):
     Attributes:
         config: architecture.
         feature_layers: layers whose outputs are the feature, 0-based.
+        kernels: which implementation of the ops runs.
     """
 
     config: TargetConfig
     feature_layers: tuple[int, ...]
+    kernels: Implementation = "reference"
 
     def setup(self) -> None:
         c = self.config
@@ -72,11 +82,11 @@ class Target(nn.Module):
             Block,
             variable_broadcast="params",
             split_rngs={"params": False},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),  # type: ignore[arg-type]
             length=c.num_layers,
         )
-        self.layers = scan(c)
-        self.norm = RMSNorm(c.rms_norm_eps)
+        self.layers = scan(c, self.kernels)
+        self.norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
         if not c.tie_embeddings:
             self.head = Linear(c.vocab_size)
 
@@ -91,7 +101,7 @@ class Target(nn.Module):
 
         Args:
             tokens: ids of the rows.
-            positions: absolute position of each row (for a tree: root + depth, never the row index).
+            positions: absolute positions (for a tree: root + depth, never the row index).
             ancestors: which rows each row sees, itself included; None is causal.
             cache: the committed prefix, or None where there is none.
         """

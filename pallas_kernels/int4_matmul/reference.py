@@ -25,7 +25,7 @@ def affine(
     bits: int,
     group_size: int,
 ) -> Float[Array, "*a K N"]:
-    """Unpacked levels to weights: `(q - zero) * scale`, or `q * scale + minimum` where one is given.
+    """Levels to weights: `(q - zero) * scale`, or `q * scale + minimum` where one is given.
 
     Zero is 8 for INT4 and 0 for INT8. Each row of scale and minimum serves group_size rows of q.
     """

@@ -41,6 +41,7 @@ def tree_attention(
         ancestors = jnp.broadcast_to(causal[None], (batch, n, m))
     keys, values, visible = fresh_k, fresh_v, ancestors
     if pages_k is not None:
+        assert pages_v is not None and page_table is not None and lengths is not None  # noqa: PT018
         prefix_k, prefix_v = (
             pages.at[layer, page_table].get(mode="clip").reshape(batch, -1, kv_heads, width)
             for pages in (pages_k, pages_v)

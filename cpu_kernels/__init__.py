@@ -1,0 +1,23 @@
+"""Native kernels for CPUs: C++ behind the XLA FFI, running on XLA's own thread pool.
+
+A row's result has the same bits for any number of rows, any split between cache and fresh block,
+and any instruction set. Weights are 4-bit (or 8-bit) levels, activations are quantised to 8 bits in
+groups of 32 (W4A8): integer dot products are exact, and groups are added in order.
+"""
+
+from cpu_kernels.library import LibraryError, instruction_set, unavailable_reason
+from cpu_kernels.ops import matmul, rms_norm, swiglu, tree_attention
+from cpu_kernels.packing import matrix_shape, pack, unpack_columns
+
+__all__ = [
+    "LibraryError",
+    "instruction_set",
+    "matmul",
+    "matrix_shape",
+    "pack",
+    "rms_norm",
+    "swiglu",
+    "tree_attention",
+    "unavailable_reason",
+    "unpack_columns",
+]

@@ -1,0 +1,61 @@
+// The kernels, free of XLA: plain pointers and sizes. Each instruction set compiles kernels.inc once
+// into a table of functions; dispatch.cc picks the table.
+#pragma once
+
+#include <cstdint>
+
+namespace eaglejax {
+
+constexpr int kLanes = 8;    // columns of a weight tile
+constexpr int kGroup = 32;   // inputs that share a scale, in weights and in activations
+// Bytes of one (tile, group) block: levels, then 8 half scales, and for INT4 8 half minima.
+constexpr int kBlock4 = kLanes * kGroup / 2 + 2 * kLanes + 2 * kLanes;
+constexpr int kBlock8 = kLanes * kGroup + 2 * kLanes;
+
+// One row of activations, quantised to 8 bits in groups of 32.
+struct QuantRows {
+  const int8_t* levels;    // [rows, K]
+  const float* scale;      // [rows, K/32]
+  const float* scaled_sum; // [rows, K/32]: scale * sum of levels
+};
+
+struct Attention {
+  const float* q;             // [B, n, H, h]
+  const float* fresh_k;       // [B, m, K, h]
+  const float* fresh_v;
+  const bool* ancestors;      // [B, n, m], or null for causal
+  const float* pages_k;       // [L, P, p, K, h], or null without a prefix
+  const float* pages_v;
+  const int32_t* page_table;  // [B, S]
+  const int32_t* lengths;     // [B]
+  float* out;                 // [B, n, H, h]
+  int64_t batch, n, m, heads, kv_heads, width;
+  int64_t layer, pages, page_size, table_width;
+};
+
+struct Kernels {
+  // Quantises rows [first, last) of x [rows, K].
+  void (*quantise)(const float* x, int64_t k, int64_t first, int64_t last, int8_t* levels,
+                   float* scale, float* scaled_sum);
+  // Tiles [first, last) of out [rows, N] = x @ W.
+  void (*matmul4)(const QuantRows& x, const uint8_t* weights, int64_t rows, int64_t k, int64_t n,
+                  int64_t first, int64_t last, float* out);
+  void (*matmul8)(const QuantRows& x, const uint8_t* weights, int64_t rows, int64_t k, int64_t n,
+                  int64_t first, int64_t last, float* out);
+  // Rows [first, last) of y = x / rms(x) * scale.
+  void (*rms_norm)(const float* x, const float* scale, float eps, int64_t d, int64_t first,
+                   int64_t last, float* y);
+  // Elements [first, last) of y = silu(gate) * up.
+  void (*swiglu)(const float* gate, const float* up, int64_t first, int64_t last, float* y);
+  // Items [first, last) of the batch * n * heads (row, head) pairs; scratch holds the keys' scores.
+  void (*attention)(const Attention& a, int64_t first, int64_t last, float* scratch);
+};
+
+// The table of an instruction set, or null where this build or this machine lacks it.
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+
+// The best table, or the one that EAGLEJAX_CPU_ISA names; null (with a reason) if it cannot run.
+const Kernels* choose_kernels(const char** name, const char** error);
+
+}  // namespace eaglejax

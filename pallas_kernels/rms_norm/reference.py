@@ -1,0 +1,20 @@
+"""Specification of RMSNorm (arXiv 1910.07467)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def rms_norm(
+    x: Float[Array, "*rows D"],
+    scale: Float[Array, "L D"],
+    layer: Int[Array, ""] | int,
+    eps: float | Float[Array, ""],
+) -> Float[Array, "*rows D"]:
+    """`x / sqrt(mean(x**2) + eps) * scale[layer]`, variance in float32."""
+    wide = x.astype(jnp.float32)
+    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    normed = (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
+    return normed * scale[layer].reshape((1,) * (x.ndim - 1) + (-1,))
