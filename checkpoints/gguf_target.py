@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,68 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf import BLOCK, GGUFFile, HostQuant, rotary_order
 from eaglejax.config import ConfigError, RopeConfig, TargetConfig
-from eaglejax.quant import QuantTensor, pack_int4
+from eaglejax.quant import QuantTensor
 
+log = logging.getLogger("eaglejax")
 Weights = Literal["float32", "int4"]
+
+# Keys of a llama file that `target_config` reads; what other families or options would add changes
+# results and is refused; bookkeeping is ignored; everything else is listed in one warning.
+READ_KEYS = frozenset(
+    f"llama.{name}"
+    for name in [
+        "vocab_size",
+        "context_length",
+        "embedding_length",
+        "block_count",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+    ]
+)
+REFUSED_KEYS = frozenset(
+    f"llama.{name}"
+    for name in [
+        "expert_count",
+        "expert_used_count",
+        "attention.sliding_window",
+        "attention.scale",
+        "attention.clamp_kqv",
+        "attention.max_alibi_bias",
+        "logit_scale",
+        "embedding_scale",
+        "residual_scale",
+        "use_parallel_residual",
+        "rope.scaling.attn_factor",
+        "rope.scale_linear",
+    ]
+)
+INERT_PREFIXES = ("GGUF.", "general.", "quantize.", "tokenizer.")  # tokenizer.*: the tokenizer's
+INERT_KEYS = frozenset({"llama.rope.scaling.original_context_length"})
+
+
+def check_keys(metadata: Mapping[str, Any], path: Path) -> None:
+    """Refuses keys that would change results, and lists the unknown ones in one warning.
+
+    Raises:
+        CheckpointError: a setting that is not supported is in use.
+    """
+    for key in sorted(REFUSED_KEYS & metadata.keys()):
+        if metadata[key]:
+            raise CheckpointError.mismatch(
+                path, key, "none or 0: it is not supported", metadata[key]
+            )
+    known = READ_KEYS | REFUSED_KEYS | INERT_KEYS
+    unknown = [k for k in metadata if k not in known and not k.startswith(INERT_PREFIXES)]
+    if unknown:
+        log.warning("%s: metadata keys that are not used: %s", path, ", ".join(sorted(unknown)))
 
 
 def target_config(metadata: Mapping[str, Any], path: Path, *, tied: bool) -> TargetConfig:
@@ -35,11 +95,10 @@ def target_config(metadata: Mapping[str, Any], path: Path, *, tied: bool) -> Tar
     architecture = get("general.architecture")
     if architecture != "llama":
         raise CheckpointError.mismatch(path, "general.architecture", "llama", architecture)
+    check_keys(metadata, path)
     scaling = get("llama.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
-        raise CheckpointError.mismatch(
-            path, "llama.rope.scaling.type", "none or linear", scaling
-        )
+        raise CheckpointError.mismatch(path, "llama.rope.scaling.type", "none or linear", scaling)
     heads, hidden = get("llama.attention.head_count"), get("llama.embedding_length")
     head_dim = get("llama.attention.key_length", hidden // heads)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
@@ -136,19 +195,27 @@ def _oriented(
 
 
 def _stack(parts: list[np.ndarray | HostQuant], weights: Weights) -> jax.Array | QuantTensor:
-    """One array or QuantTensor for all layers; INT4 is kept only where every layer has it."""
+    """One array or QuantTensor for all layers.
+
+    Quantised values are kept only where every layer has the same kind; INT4 also needs an even
+    number of outputs, since two share a byte (a head of odd vocabulary becomes float32).
+    """
     quantised = [part for part in parts if isinstance(part, HostQuant)]
-    same = len({(q.bits, q.minimum is None) for q in quantised}) == 1
-    if weights == "float32" or len(quantised) < len(parts) or not same:
+    kept = len({(q.bits, q.minimum is None) for q in quantised}) == 1
+    kept = kept and not any(q.bits == 4 and q.levels.shape[1] % 2 for q in quantised)
+    if weights == "float32" or len(quantised) < len(parts) or not kept:
         floats = [p.to_float() if isinstance(p, HostQuant) else p for p in parts]
         return jnp.asarray(np.stack(floats))
     bits = quantised[0].bits
-    levels = jnp.asarray(np.stack([q.levels for q in quantised]))
+    levels = np.stack([q.levels for q in quantised])
+    if bits == 4:
+        # As pack_int4, but in numpy: JAX would compile a program for each shape.
+        levels = levels[..., 0::2] | levels[..., 1::2] << 4
     minimum = None
     if quantised[0].minimum is not None:
         minimum = jnp.asarray(np.stack([q.minimum for q in quantised if q.minimum is not None]))
     return QuantTensor(
-        pack_int4(levels) if bits == 4 else levels,
+        jnp.asarray(levels),
         jnp.asarray(np.stack([q.scale for q in quantised])),
         minimum,
         bits=4 if bits == 4 else 8,
@@ -158,8 +225,7 @@ def _stack(parts: list[np.ndarray | HostQuant], weights: Weights) -> jax.Array |
 
 def _embedding(table: np.ndarray | HostQuant, weights: Weights) -> jax.Array | QuantTensor:
     """Float tables are `[V, D]` for cheap lookups, quantised ones `[D, V]` like a head."""
-    if weights == "float32" or not isinstance(table, HostQuant):
-        floats = table.to_float() if isinstance(table, HostQuant) else table
-        return jnp.asarray(np.ascontiguousarray(floats.T))
     stacked = _stack([table], weights)
-    return jax.tree.map(lambda leaf: leaf[0], stacked)
+    if isinstance(stacked, QuantTensor):
+        return jax.tree.map(lambda leaf: leaf[0], stacked)
+    return stacked[0].T

@@ -118,7 +118,10 @@ def write(
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
         save_file(arrays, unfinished, metadata=dict(metadata or {}))
+        unfinished.chmod(mode)  # save_file lets nobody but the owner read it
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as BpeTokenizer
@@ -184,7 +184,7 @@ class Tokenizer:
             ids.insert(0, self.bos_id)
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+    def decode(self, ids: Iterable[SupportsIndex], skip_special: bool = True) -> str:
         """Turns ids into text; bytes that are not UTF-8 become U+FFFD, nothing is cleaned up.
 
         Raises:
@@ -192,7 +192,7 @@ class Tokenizer:
         """
         return self._join(ids, skip_special).decode("utf-8", errors="replace")
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: SupportsIndex) -> bytes:
         """The bytes a token adds to the text (its name, for a special token).
 
         Raises:
@@ -207,7 +207,7 @@ class Tokenizer:
             )
         return self._bytes[index]
 
-    def _join(self, ids: Iterable[int], skip_special: bool) -> bytes:
+    def _join(self, ids: Iterable[SupportsIndex], skip_special: bool) -> bytes:
         hidden = self.special_ids if skip_special else frozenset()
         pieces = ((i, self.token_bytes(i)) for i in ids)
         return b"".join(piece for i, piece in pieces if operator.index(i) not in hidden)
@@ -225,7 +225,7 @@ class StreamDecoder:
         self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Iterable[SupportsIndex]) -> str:
         """Takes the next ids, returns the text they complete (possibly none).
 
         Raises:

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
+import jax
 import pytest
+from flax import struct
+
+import tests.typechecker  # noqa: F401  (looked up by name, see addopts in pyproject.toml)
+
+if "JAX_PLATFORMS" not in os.environ:
+    jax.config.update("jax_platforms", "cpu")
+
+# A [B] array next to a [B, N] one is a mistake that broadcasting would hide.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# pyproject.toml turns shape checks on for every function of the packages (jaxtyping's import hook).
+# Fields of pytrees are left out: JAX rebuilds pytrees with shapes, shardings or flags as leaves.
+struct.PyTreeNode.__no_type_check__ = True
 
 
 @pytest.fixture(scope="session")

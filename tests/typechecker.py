@@ -1,0 +1,16 @@
+"""The checker behind jaxtyping's import hook: beartype, where an int is a float too.
+
+Configurations are left out: they check themselves, and tests give them wrong types on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from beartype import BeartypeConf, beartype
+
+_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
+
+
+def check(function: Callable) -> Callable:
+    return function if function.__module__ == "eaglejax.config" else _beartype(function)
