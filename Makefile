@@ -27,7 +27,7 @@ CACHES := .pytest_cache .ruff_cache .hypothesis build dist
 # pyright comes as a wheel, Node included: it need not ask the network for a newer release.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test test-slow test-latest lint format serve bench clean distclean
+.PHONY: help setup demo test test-slow test-latest test-asan lint format serve bench clean distclean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do
@@ -81,7 +81,7 @@ setup: $(STAMP) ## create .venv and install everything, pinned
 	@echo "ready: $(BIN)/eaglejax"
 
 demo: $(STAMP) ## generate one answer with and without speculation and compare
-	@$(BIN)/eaglejax generate --compare --max-tokens 128 --prompt "$(PROMPT)" $(ARGS)
+	@$(BIN)/eaglejax generate --compare --max-tokens 128 --message "$(PROMPT)" $(ARGS)
 
 test: lint ## lint, type-check, then run the fast tests
 	@echo "pytest: fast tests"
@@ -92,6 +92,19 @@ test-slow: $(STAMP) ## run the slow tests (real models, training; minutes)
 
 test-latest: $(STAMP_LATEST) ## run the fast tests on Python 3.12 with the newest supported JAX
 	@$(VENV_LATEST)/bin/python -m pytest -n auto $(ARGS)
+
+test-asan: $(STAMP) ## run the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+	@if ! command -v cmake >/dev/null; then
+		echo "error: cmake is missing; on Debian or Ubuntu: apt-get install cmake" >&2
+		exit 1
+	fi
+	python=$$(realpath -s $(BIN)/python)
+	cmake -S cpu_kernels -B build/asan -DEAGLEJAX_SANITIZE=ON -DPython_EXECUTABLE="$$python" --log-level=WARNING
+	cmake --build build/asan
+	export EAGLEJAX_CPU_LIBRARY=$$PWD/build/asan/libeaglejax_cpu.so ASAN_OPTIONS=detect_leaks=0
+	# libstdc++ too: the sanitizer looks for C++'s throw when it starts, before jaxlib brings it along.
+	preload="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
+	LD_PRELOAD="$$preload" $(BIN)/python -m pytest tests/test_cpu_kernels.py $(ARGS)
 
 lint: $(STAMP) ## check style, formatting and types
 	@echo "ruff: style"

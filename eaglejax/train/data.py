@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Int
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+REQUIRED = {"tokens", "doc_start", "answer_start"}
+
 
 class DataError(ValueError):
     """A token file that cannot be trained on; the message names the file and what is wrong."""
@@ -45,26 +47,24 @@ class TokenFile:
             arrays = load_file(path)
         except (OSError, SafetensorError) as error:
             raise DataError(f"{path}: not a readable token file: {error}") from error
-        missing = {"tokens", "doc_start", "answer_start"} - arrays.keys()
+        missing = REQUIRED - arrays.keys()
         if missing:
             raise DataError(f"{path}: arrays missing: {', '.join(sorted(missing))}")
-        tokens, doc_start = arrays["tokens"], arrays["doc_start"].astype(np.int64)
-        answer_start = arrays["answer_start"].astype(np.int64)
-        held_out = arrays.get("held_out", np.zeros(len(answer_start), np.uint8)).astype(bool)
-        if len(doc_start) != len(answer_start) + 1 or len(held_out) != len(answer_start):
-            raise DataError(
-                f"{path}: {len(answer_start)} answer starts need one more doc_start "
-                f"(found {len(doc_start)}) and as many held_out (found {len(held_out)})"
-            )
-        ordered = (np.diff(doc_start) >= 0).all() and len(doc_start) and doc_start[0] == 0
-        if not ordered or doc_start[-1] != len(tokens):
-            raise DataError(f"{path}: doc_start must rise from 0 to {len(tokens)} tokens")
-        if len(tokens) and int(tokens.max()) >= vocab_size:
-            raise DataError(
-                f"{path}: token id {int(tokens.max())} is outside the target's vocabulary of "
-                f"{vocab_size}"
-            )
-        file = cls(tokens.astype(np.int32), doc_start, answer_start, held_out)
+        arrays.setdefault("held_out", np.zeros(arrays["answer_start"].size, np.uint8))
+        for name in sorted({*REQUIRED, "held_out"}):
+            array = arrays[name]
+            if array.ndim != 1 or array.dtype.kind not in "iub":
+                found = f"{array.dtype} {list(array.shape)}"
+                raise DataError(f"{path}: {name}: expected a list of integers, found {found}")
+        problem = _problem(arrays, vocab_size)
+        if problem:
+            raise DataError(f"{path}: {problem}")
+        file = cls(
+            arrays["tokens"].astype(np.int32),
+            arrays["doc_start"].astype(np.int64),
+            arrays["answer_start"].astype(np.int64),
+            arrays["held_out"].astype(bool),
+        )
         if not any(mask.any() for _, mask in file.chats(held_out=False)):
             raise DataError(f"{path}: no token is supervised, there is nothing to learn from")
         return file
@@ -74,6 +74,25 @@ class TokenFile:
         for i in np.flatnonzero(self.held_out == held_out):
             tokens = self.tokens[self.doc_start[i] : self.doc_start[i + 1]]
             yield tokens, np.arange(len(tokens)) >= self.answer_start[i]
+
+
+def _problem(arrays: dict[str, np.ndarray], vocab_size: int) -> str:
+    """What does not fit in a token file's arrays, or nothing."""
+    tokens, starts = arrays["tokens"], arrays["doc_start"].astype(np.int64)
+    answers, held_out = arrays["answer_start"], arrays["held_out"]
+    if len(starts) != len(answers) + 1 or len(held_out) != len(answers):
+        return (
+            f"{len(answers)} answer starts need one more doc_start (found {len(starts)}) "
+            f"and as many held_out (found {len(held_out)})"
+        )
+    if starts[0] != 0 or starts[-1] != len(tokens) or (np.diff(starts) < 0).any():
+        return f"doc_start must rise from 0 to {len(tokens)} tokens"
+    if len(answers) and int(answers.min()) < 0:
+        return f"answer_start = {int(answers.min())}: expected 0 or more"
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        return f"token id {int(outside[0])} is outside the target's vocabulary of {vocab_size}"
+    return ""
 
 
 class Batch(struct.PyTreeNode):
@@ -105,8 +124,18 @@ class PackedRows:
 
     @classmethod
     def pack(cls, file: TokenFile, length: int, *, seed: int, held_out: bool = False) -> PackedRows:
+        """Fills rows of `length` tokens with the training (or held-out) chats.
+
+        Raises:
+            DataError: no chat has a supervised token within a row.
+        """
         chats = [(t[:length], m[:length]) for t, m in file.chats(held_out=held_out)]
         chats = [chat for chat in chats if len(chat[0]) > 2 and chat[1].any()]
+        if not chats:
+            raise DataError(
+                f"no answer begins within the first {length} tokens of any "
+                f"{'held-out' if held_out else 'training'} chat: longer rows are needed"
+            )
         order = np.random.default_rng(seed).permutation(len(chats))
         rows: list[list[int]] = []
         space: list[int] = []

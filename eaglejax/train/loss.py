@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from eaglejax.models.drafter import Drafter
+from eaglejax.models.apply import apply
+from eaglejax.models.drafter import Drafter, DrafterOutput
 
 
 class DraftRows(struct.PyTreeNode):
@@ -96,13 +97,14 @@ def unrolled_loss(
     causal = same_chat & jnp.tril(jnp.ones((1, length, length), bool))
     diagonal = jnp.broadcast_to(jnp.eye(length, dtype=bool)[None], causal.shape)
 
-    hidden = drafter.apply(variables, rows.features, method="fuse")
+    hidden = apply(drafter, variables, rows.features, method="fuse")
     block_kv, ancestors = None, causal
     losses, accuracy, counts = [], [], []
     for i in range(steps):
         if i:
             ancestors = jnp.concatenate([ancestors, diagonal], axis=-1)
-        output = drafter.apply(
+        output: DrafterOutput = apply(
+            drafter,
             variables,
             hidden,
             shift_left(rows.tokens, i),

@@ -1,7 +1,8 @@
-"""Where a new drafter starts: its head, norm and layer come from the target it will imitate."""
+"""Where a new drafter starts: its head and final norm come from the target it will imitate."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,12 @@ def target_head(params: Any, config: TargetConfig) -> Float[Array, "V D"]:
     return weight if config.tie_embeddings else weight[0].T
 
 
+@partial(jax.jit, static_argnums=0)
+def _random(drafter: Drafter, key: Array) -> Any:
+    features = jnp.zeros((1, 1, drafter.config.feature_size))
+    return drafter.init(key, features, jnp.zeros((1, 1), jnp.int32), method="initialise")
+
+
 def initial_variables(
     config: DrafterConfig,
     target_config: TargetConfig,
@@ -31,25 +38,19 @@ def initial_variables(
     *,
     seed: int,
 ) -> dict[str, Any]:
-    """Fresh drafter variables.
+    """Fresh drafter variables; the drafter is as wide as the target.
 
     The head and the final norm are the target's (rows of the draft vocabulary), the fusion starts
     as "take the high feature" plus noise, and the token embedding is the target's own array, which
     stays frozen.
     """
-    drafter = Drafter(config)
-    features = jnp.zeros((1, 1, config.feature_size))
-    variables = drafter.init(
-        jax.random.key(seed), features, jnp.zeros((1, 1), jnp.int32), method="initialise"
-    )
-    params = dict(variables["params"])
-    if config.hidden_size == target_config.hidden_size:
-        rows = jnp.take(target_head(target_params, target_config), target_ids, axis=0)
-        params["head"] = {"kernel": rows.T[None]}
-        params["norm"] = {"scale": jnp.array(target_params["params"]["norm"]["scale"])}
-        high = jnp.eye(config.hidden_size)
-        low = jnp.zeros((config.feature_size - config.hidden_size, config.hidden_size))
-        identity = jnp.concatenate([low, high])[None]
-        params["fc"] = {"kernel": 0.1 * params["fc"]["kernel"] + identity}
+    params: dict[str, Any] = dict(_random(Drafter(config), jax.random.key(seed))["params"])
+    rows = jnp.take(target_head(target_params, target_config), target_ids, axis=0)
+    params["head"] = {"kernel": rows.T[None]}
+    params["norm"] = {"scale": jnp.array(target_params["params"]["norm"]["scale"])}
+    high = jnp.eye(config.hidden_size)
+    low = jnp.zeros((config.feature_size - config.hidden_size, config.hidden_size))
+    identity = jnp.concatenate([low, high])[None]
+    params["fc"] = {"kernel": 0.1 * params["fc"]["kernel"] + identity}
     embedding = target_params["params"]["embed"]["embedding"]
     return {"params": params, "vocab": {"embedding": embedding, "target_ids": target_ids}}

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from eaglejax.models.target import Target
+from eaglejax.models.apply import apply
+from eaglejax.models.target import Target, TargetOutput
 from eaglejax.train.data import Batch
 from eaglejax.train.loss import DraftRows, shift_left
 
@@ -65,7 +66,7 @@ def teach(target: Target, params: Any, head: TeacherHead, batch: Batch) -> Draft
     same_chat = batch.segments[:, :, None] == batch.segments[:, None, :]
     length = batch.tokens.shape[1]
     ancestors = same_chat & jnp.tril(jnp.ones((1, length, length), bool))
-    output = target.apply(params, batch.tokens, batch.positions, ancestors)
+    output: TargetOutput = apply(target, params, batch.tokens, batch.positions, ancestors)
     # Row t pairs the feature of t with what belongs to t+1; across a chat's end nothing is taught.
     hidden = shift_left(output.hidden, 1)
     within = shift_left(batch.segments, 1) == batch.segments

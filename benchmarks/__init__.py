@@ -1,0 +1,1 @@
+"""The code behind `eaglejax bench`, and the committed results."""
