@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from beartype import BeartypeConf, beartype
 
+CHECK_THEMSELVES = ("eaglejax.config", "checkpoints.chat_template")
 _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def check(function: Callable) -> Callable:
-    return function if function.__module__ == "eaglejax.config" else _beartype(function)
+    return function if function.__module__ in CHECK_THEMSELVES else _beartype(function)
