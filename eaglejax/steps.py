@@ -159,6 +159,10 @@ def spec_step(
 ) -> tuple[EngineState, StepOutput]:
     """Absorb, draft a tree, verify it in one target pass, commit what the target agrees with.
 
+    At most `plan.depth + 1` pairs of a slot may be pending, which holds after prefill and after
+    steps of this plan or a shallower one; after others the host runs `absorb_step` first. More
+    would leave gaps in the drafter's cache: the text stays right, acceptance does not.
+
     Args:
         plan: static; one compiled program each.
         draft: grows the tree and absorbs what is pending, `eaglejax.draft.eagle3` or your own.

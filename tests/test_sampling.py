@@ -332,7 +332,7 @@ def program(plan: SpecPlan) -> Callable:
             outputs.append(report)
         return [(o.tokens, o.counts, o.accepted) for o in outputs]
 
-    return jax.jit(run, compiler_options=kit.QUICK)
+    return jax.jit(run)
 
 
 def triples(plan: SpecPlan, params: SamplingParams) -> tuple[np.ndarray, float]:

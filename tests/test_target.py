@@ -364,17 +364,13 @@ def test_int4_parameters_equal_their_dequantised_floats():
         weight = dequantise(leaf)
         return weight.T if path[-1].key == "embedding" else weight
 
-    int4 = jax.tree_util.tree_map_with_path(quantised, variables)
-    float32 = jax.tree_util.tree_map_with_path(
-        floats, int4, is_leaf=lambda leaf: isinstance(leaf, QuantTensor)
-    )
-    assert (
-        sum(
-            isinstance(x, QuantTensor)
-            for x in jax.tree.leaves(int4, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
-        )
-        == 8
-    )
+    def is_quantised(leaf: object) -> bool:
+        return isinstance(leaf, QuantTensor)
+
+    map_leaves = functools.partial(jax.tree_util.tree_map_with_path, is_leaf=is_quantised)
+    int4 = jax.jit(functools.partial(map_leaves, quantised))(variables)
+    float32 = jax.jit(functools.partial(map_leaves, floats))(int4)
+    assert sum(map(is_quantised, jax.tree.leaves(int4, is_leaf=is_quantised))) == 8
     (a, a_logits), (b, b_logits) = (whole(target, p, TOKENS) for p in (int4, float32))
     kit.assert_close(a.features, b.features)
     kit.assert_close(a_logits, b_logits)

@@ -93,7 +93,7 @@ def walk_up(parents: list[int]) -> tuple[list[set[int]], list[int]]:
     return seen, depths
 
 
-@functools.partial(jax.jit, static_argnums=2)
+@functools.partial(jax.jit, static_argnums=2, compiler_options=kit.QUICK)
 def build(tokens, parents, depth):
     return Tree.build(tokens, parents, depth)
 
@@ -103,16 +103,16 @@ def build(tokens, parents, depth):
 def test_ancestors_and_depths_equal_a_walk(parents: tuple[int, ...]):
     seen, depths = walk_up(list(parents))
     batch = jnp.asarray([parents, [0] * NODES])
-    tree = build(jnp.zeros_like(batch), batch, max(depths))
+    tree = build(jnp.zeros_like(batch), batch, NODES - 1)
     assert [set(np.flatnonzero(row)) for row in np.asarray(tree.ancestors[0])] == seen
     assert tree.depths[0].tolist() == depths
     assert tree.depths[1].tolist() == [0] + [1] * (NODES - 1)
 
 
-@pytest.mark.parametrize("depth", range(1, 16))
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5, 8, 9, 15])
 def test_ancestors_of_a_chain_of_every_depth(depth: int):
     parents = jnp.asarray([[0, *range(depth)]])
-    tree = Tree.build(0 * parents, parents, depth)
+    tree = build(0 * parents, parents, depth)
     np.testing.assert_array_equal(tree.ancestors[0], np.tri(depth + 1, dtype=bool))
     np.testing.assert_array_equal(tree.depths[0], np.arange(depth + 1))
 
