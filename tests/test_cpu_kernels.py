@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +227,7 @@ def test_one_nan_among_activations_is_visible_at_every_place() -> None:
 # --- packing --------------------------------------------------------------------------------------
 
 
-@matmul_cases_marked
+@pytest.mark.parametrize("case", matmul_cases.RAGGED, ids=IDS)
 def test_unpacked_columns_are_the_dequantised_matrix(case: matmul_cases.Case) -> None:
     ids = np.random.default_rng(0).permutation(case.outputs).reshape(2, -1)
     columns = unpack_columns(packed(case).values[-1], jnp.asarray(ids))
@@ -248,10 +248,11 @@ def test_all_bytes_pack_and_unpack() -> None:
     same(unpack_int4(jnp.asarray([0xF8], jnp.uint8)), np.asarray([8, 15], np.uint8))
     # Through the kernel's layout: input k of column c has level (k + 3c) mod 16 and so on.
     k, c = np.mgrid[:64, :16]
-    for levels, bits in (
+    kinds: list[tuple[np.ndarray, Literal[4, 8]]] = [
         (((k + 3 * c) % 16).astype(np.uint8), 4),
         ((7 * k + 5 * c).astype(np.uint8).view(np.int8), 8),
-    ):
+    ]
+    for levels, bits in kinds:
         if bits == 8:
             assert set(levels.ravel()) == set(range(-128, 128))
         ones = np.ones((2, 16), np.float32)

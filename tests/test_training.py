@@ -33,7 +33,8 @@ from eaglejax.train import teacher as teacher_module
 from eaglejax.train.data import Batch, DataError, PackedRows, TokenFile
 from eaglejax.train.loop import Trained, TrainingError, _record, train
 from eaglejax.train.loss import DraftRows, UnrolledLoss, masked_mean, shift_left, unrolled_loss
-from eaglejax.train.teacher import TeacherHead, teach
+from eaglejax.train.start import continued_params
+from eaglejax.train.teacher import teach
 from eaglejax.train.trainer import Frozen, TrainConfig, TrainState, train_step, update
 
 TARGET = TargetConfig(64, 16, 3, 2, 1, 8, 32, tie_embeddings=True)
@@ -241,12 +242,11 @@ def some_batch(rows: int = 2, length: int = LENGTH) -> Batch:
 
 def test_the_teacher_equals_the_dense_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """B54: loss, gradient and arg-max as from an array of all logits."""
-    monkeypatch.setattr(teacher_module, "SLICE", 24)  # three slices, the last one overlapping
+    monkeypatch.setattr(teacher_module, "SLICE", 7)  # four slices, the last one not full
     batch, params = some_batch(), target_params()
     embedding = params["params"]["embed"]["embedding"]
-    head = TeacherHead.create(embedding, jnp.asarray(IDS))
     module = Target(TARGET, DRAFTER.feature_layers)
-    rows = jax.jit(functools.partial(teach, module))(params, head, batch)
+    rows = jax.jit(functools.partial(teach, module))(params, jnp.asarray(IDS), batch)
 
     same_chat = batch.segments[:, :, None] == batch.segments[:, None, :]
     causal = same_chat & jnp.tril(jnp.ones((1, LENGTH, LENGTH), bool))
@@ -289,10 +289,8 @@ def test_no_array_of_all_logits_is_made() -> None:
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     state = TrainState(variables["params"], moments, scalar, scalar)
     batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((1, length), jnp.bool_))  # type: ignore[arg-type]
-    embedding = weights["params"]["embed"]["embedding"]
-    head = jax.eval_shape(TeacherHead.create, embedding, jax.ShapeDtypeStruct((draft,), jnp.int32))
     step = functools.partial(train_step, config, target, drafter)
-    traced = jax.make_jaxpr(step)(state, batch, Frozen(weights, head, variables["vocab"]))
+    traced = jax.make_jaxpr(step)(state, batch, Frozen(weights, variables["vocab"]))
     sizes = {aval.shape: aval.size for aval in intermediates(traced.jaxpr)}
     largest = max(sizes, key=lambda shape: sizes[shape])
     assert sizes[largest] == length * draft, largest
@@ -504,7 +502,7 @@ def test_the_learning_rate_warms_up_holds_and_falls() -> None:
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """`eaglejax train` on the tiny target and the corpus above."""
     checkpoint = SimpleNamespace(config=TARGET, params=target_params())
-    monkeypatch.setattr("checkpoints.target.read_target", lambda path: checkpoint)
+    monkeypatch.setattr("checkpoints.target.read_target", lambda path, weights: checkpoint)
     model = tmp_path / "model.gguf"
     model.touch()
     file = corpus()
@@ -512,7 +510,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., An
     arrays = {"tokens": file.tokens, "doc_start": file.doc_start, "answer_start": file.answer_start}
     save_file(arrays, tokens)
     fixed = (
-        "--steps 9 --length 12 --unroll 2 --draft-vocab 8 --intermediate 24 --warmup 2 --lr 0.01"
+        "--steps 9 --length 12 --unroll 2 --draft-vocab 8 --intermediate 24 --warmup 2 --lr 0.01 "
+        "--kernels reference"
     )
     base = [str(tokens), "--model", str(model), "--out", str(tmp_path / "out"), *fixed.split()]
 
@@ -548,6 +547,35 @@ def test_the_command_trains_exports_and_goes_on(
     assert "has done 9 steps already" in again.stderr
     copied = read_drafter(tmp_path / "copy", TARGET)
     same(copied.params, drafter.params)
+
+
+def test_an_earlier_drafter_goes_on_with_another_vocabulary() -> None:
+    """Each row of the head follows its token; only tokens that it did not know start afresh."""
+    earlier = drafter_variables()["params"]
+    ids = np.array([1, 3, 7, 40, 60])
+    fresh = jax.tree.map(jnp.zeros_like, {**earlier, "head": {"kernel": jnp.zeros((1, 16, 5))}})
+    params = continued_params(fresh, ids, earlier, IDS)
+    head, before = np.asarray(params["head"]["kernel"]), np.asarray(earlier["head"]["kernel"])
+    for column, token in enumerate(ids):
+        known = np.flatnonzero(token == IDS)
+        expected = before[..., known[0]] if len(known) else np.zeros((1, 16))
+        np.testing.assert_array_equal(head[..., column], expected)
+    same({**params, "head": None}, {**earlier, "head": None})
+    wider = {**fresh, "fc": {"kernel": jnp.zeros((1, 48, 20))}}
+    with pytest.raises(ConfigError, match=r"\['fc'\]\['kernel'\]: expected \(1, 48, 20\), found"):
+        continued_params(wider, ids, earlier, IDS)
+
+
+def test_the_command_starts_from_a_drafter(command: Callable[..., Any], tmp_path: Path) -> None:
+    assert command("--steps", "2").exit_code == 0
+    first = read_drafter(tmp_path / "out", TARGET)
+    start = ("--start-from", str(tmp_path / "out"), "--warmup", "9", "--lr", "1e-9")
+    done = command(*start, "--out", str(tmp_path / "more"), "--draft-vocab", "12")
+    assert done.exit_code == 0, done.output
+    more = read_drafter(tmp_path / "more", TARGET)
+    assert set(first.target_ids) < set(more.target_ids)
+    body, start_body = ({**d.params, "head": None} for d in (more, first))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), body, start_body)
 
 
 def test_the_command_refuses_bad_input(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-// The kernels with AVX2, FMA and F16C; compiled with those flags, called only where the CPU has them.
+// The kernels with AVX2, FMA and F16C; built with those flags, called only where the CPU has them.
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define EAGLEJAX_AVX2 1
 #define EAGLEJAX_ISA avx2

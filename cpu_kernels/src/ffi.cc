@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "kernels.h"
 #include "parallel.h"
@@ -45,18 +44,24 @@ bool alike(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b) {
   return alike(a, b, a.dimensions().size());
 }
 
+// About the cycles that a thread must be given so that waking it pays.
+constexpr int64_t kPieceCycles = 20000;
+
 // The quantised form of all rows of an activation matrix.
 struct Activations {
-  std::vector<int8_t> levels;
-  std::vector<float> scale, scaled_sum;
+  std::unique_ptr<int8_t[]> levels;
+  std::unique_ptr<float[]> scale, scaled_sum;
 
   Activations(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t k)
-      : levels(rows * k), scale(rows * (k / kGroup)), scaled_sum(rows * (k / kGroup)) {
-    parallel_for(pool, rows, 16, [&](int64_t first, int64_t last) {
-      choice().table->quantise(x, k, first, last, levels.data(), scale.data(), scaled_sum.data());
+      : levels(new int8_t[rows * k]),
+        scale(new float[rows * (k / kGroup)]),
+        scaled_sum(new float[rows * (k / kGroup)]) {
+    const int64_t cycles = k + 1;  // of a row
+    parallel_for(pool, rows, kPieceCycles / cycles + 1, [&](int64_t first, int64_t last) {
+      choice().table->quantise(x, k, first, last, levels.get(), scale.get(), scaled_sum.get());
     });
   }
-  QuantRows view() const { return {levels.data(), scale.data(), scaled_sum.data()}; }
+  QuantRows view() const { return {levels.get(), scale.get(), scaled_sum.get()}; }
 };
 
 // x [..., K], weights uint8 [L, N/8, K/32, block], layer int32 [] -> out [..., N].
@@ -83,8 +88,10 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights
   const auto run = wd[3] == kBlock4 ? choice().table->matmul4 : choice().table->matmul8;
   const QuantRows view = a.view();
   float* result = out->typed_data<float>();
-  parallel_for(pool, n / kLanes, 8, [&](int64_t first, int64_t last) {
-    run(view, w, rows, k, n, first, last, result);
+  // Pieces are whole pairs of tiles.
+  const int64_t tiles = n / kLanes, cycles = 2 * (k / kGroup) * (20 + 8 * rows) + 1;
+  parallel_for(pool, (tiles + 1) / 2, kPieceCycles / cycles + 1, [&](int64_t first, int64_t last) {
+    run(view, w, rows, k, n, 2 * first, std::min(2 * last, tiles), result);
   });
   return ffi::Error::Success();
 }
@@ -182,11 +189,26 @@ ffi::Error prefix(ffi::AnyBuffer pages_k, ffi::AnyBuffer pages_v, ffi::AnyBuffer
 }
 
 void run_attention(ffi::ThreadPool& pool, const Attention& a) {
-  const int64_t longest_prefix = a.pages_k ? a.table_width * a.page_size : 0;
-  const int64_t scratch = (a.width + 7) / 8 * 8 + longest_prefix + a.m + 8;
-  parallel_for(pool, a.batch * a.n * a.heads, 4, [&](int64_t first, int64_t last) {
-    std::unique_ptr<float[]> memory(new float[scratch]);
-    choice().table->attention(a, first, last, memory.get());
+  int64_t longest = 0;
+  for (int64_t b = 0; a.pages_k && b < a.batch; ++b)
+    longest = std::max<int64_t>(longest, a.lengths[b]);
+  const int64_t keys = longest + a.m;
+  const int64_t keys_rounded = (keys + 7) / 8 * 8, width_rounded = (a.width + 7) / 8 * 8;
+  const AttentionTiles tiles(a);
+  // About the cycles of a tile; a piece should take longer than waking a thread.
+  const int64_t cycles = tiles.rows * tiles.heads * keys * a.width / 4 + 1;
+  parallel_for(pool, tiles.count, kPieceCycles / cycles + 1, [&](int64_t first, int64_t last) {
+    const std::unique_ptr<float[]> floats(new float[kTileQueries * (keys_rounded + width_rounded)]);
+    const std::unique_ptr<const float*[]> pointers(new const float*[2 * keys]);
+    const AttentionScratch scratch = {
+        keys_rounded,
+        width_rounded,
+        floats.get(),
+        floats.get() + kTileQueries * keys_rounded,
+        pointers.get(),
+        pointers.get() + keys,
+    };
+    choice().table->attention(a, first, last, scratch);
   });
 }
 

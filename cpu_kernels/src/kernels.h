@@ -1,5 +1,5 @@
-// The kernels, free of XLA: plain pointers and sizes. Each instruction set compiles kernels.inc once
-// into a table of functions; dispatch.cc picks the table.
+// The kernels, free of XLA: plain pointers and sizes. Each instruction set compiles kernels.inc
+// once into a table of functions; dispatch.cc picks the table.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +33,34 @@ struct Attention {
   int64_t layer, pages, page_size, table_width;
 };
 
+constexpr int64_t kTileQueries = 12;
+
+// How attention is cut into tiles: queries (rows by heads) of one sequence that read the same kv
+// head, so that a key is loaded once for all of them.
+struct AttentionTiles {
+  int64_t heads, rows;  // of a tile; the last ones may be smaller
+  int64_t head_tiles, row_tiles, count;
+
+  explicit AttentionTiles(const Attention& a) {
+    const int64_t group = a.heads / a.kv_heads;
+    heads = group < kTileQueries ? group : kTileQueries;
+    rows = heads > 0 ? kTileQueries / heads : 1;
+    if (rows > a.n) rows = a.n;
+    head_tiles = heads > 0 ? (group + heads - 1) / heads : 0;
+    row_tiles = rows > 0 ? (a.n + rows - 1) / rows : 0;
+    count = a.batch * a.kv_heads * head_tiles * row_tiles;
+  }
+};
+
+// Memory of one thread for tiles that see up to `keys` keys.
+struct AttentionScratch {
+  int64_t keys_rounded, width_rounded;  // up to whole vectors
+  float* scores;                        // [kTileQueries, keys_rounded]
+  float* sums;                          // [kTileQueries, width_rounded]
+  const float** keys;                   // [keys]
+  const float** values;                 // [keys]
+};
+
 struct Kernels {
   // Quantises rows [first, last) of x [rows, K].
   void (*quantise)(const float* x, int64_t k, int64_t first, int64_t last, int8_t* levels,
@@ -47,8 +75,9 @@ struct Kernels {
                    int64_t last, float* y);
   // Elements [first, last) of y = silu(gate) * up.
   void (*swiglu)(const float* gate, const float* up, int64_t first, int64_t last, float* y);
-  // Items [first, last) of the batch * n * heads (row, head) pairs; scratch holds the keys' scores.
-  void (*attention)(const Attention& a, int64_t first, int64_t last, float* scratch);
+  // Tiles [first, last) of AttentionTiles(a).
+  void (*attention)(const Attention& a, int64_t first, int64_t last,
+                    const AttentionScratch& scratch);
 };
 
 // The table of an instruction set, or null where this build or this machine lacks it.

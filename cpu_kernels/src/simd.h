@@ -41,6 +41,25 @@ inline F8 exp2_int(F8 n) {
   const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(biased, 23))};
 }
+// Rounds 32 floats to 8-bit levels, not-a-number to 0; returns the sum of the levels.
+inline int32_t round_levels(const F8* x, int8_t* levels) {
+  const auto whole = [](F8 q) {
+    const __m256 number = _mm256_cmp_ps(q.v, q.v, _CMP_ORD_Q);
+    return _mm256_and_si256(_mm256_cvtps_epi32(q.v), _mm256_castps_si256(number));
+  };
+  const __m256i words = _mm256_packs_epi16(_mm256_packs_epi32(whole(x[0]), whole(x[1])),
+                                           _mm256_packs_epi32(whole(x[2]), whole(x[3])));
+  // Packing works in halves of a vector: put the groups of four back in order.
+  const __m256i bytes =
+      _mm256_permutevar8x32_epi32(words, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(levels), bytes);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+  const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  __m128i total = _mm_add_epi32(_mm256_castsi256_si128(fours), _mm256_extracti128_si256(fours, 1));
+  total = _mm_add_epi32(total, _mm_shuffle_epi32(total, 0x4e));
+  total = _mm_add_epi32(total, _mm_shuffle_epi32(total, 0xb1));
+  return _mm_cvtsi128_si32(total);
+}
 inline F8 load_half(const uint8_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
@@ -105,6 +124,16 @@ inline F8 exp2_int(F8 n) {
     return r;
   });
 }
+inline int32_t round_levels(const F8* x, int8_t* levels) {
+  int32_t total = 0;
+  for (int i = 0; i < 32; ++i) {
+    const float q = std::nearbyint(x[i / 8].v[i % 8]);
+    const int32_t level = q == q ? static_cast<int32_t>(q) : 0;
+    levels[i] = static_cast<int8_t>(level);
+    total += level;
+  }
+  return total;
+}
 inline float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
   const uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
@@ -133,6 +162,25 @@ inline float sum(F8 a) {
   float v[8];
   store(v, a);
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+// The sums of four vectors, each in that order, times a factor.
+inline void sum4(F8 a, F8 b, F8 c, F8 d, float factor, float* out) {
+#ifdef EAGLEJAX_AVX2
+  const auto halves = [](F8 x, F8 y) {  // x0+x4 .. x3+x7 | y0+y4 .. y3+y7
+    return _mm256_add_ps(_mm256_permute2f128_ps(x.v, y.v, 0x20),
+                         _mm256_permute2f128_ps(x.v, y.v, 0x31));
+  };
+  const __m256 p = halves(a, c), q = halves(b, d);
+  const __m256 pairs = _mm256_add_ps(_mm256_shuffle_ps(p, q, 0x44), _mm256_shuffle_ps(p, q, 0xee));
+  const __m256 all = _mm256_add_ps(pairs, _mm256_movehdup_ps(pairs));
+  // Sums of a and b are in the even lanes of the lower half, of c and d in those of the upper one.
+  const __m128 sums =
+      _mm_shuffle_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1), 0x88);
+  _mm_storeu_ps(out, _mm_mul_ps(sums, _mm_set1_ps(factor)));
+#else
+  out[0] = sum(a) * factor, out[1] = sum(b) * factor;
+  out[2] = sum(c) * factor, out[3] = sum(d) * factor;
+#endif
 }
 // The largest magnitude of all lanes, not-a-number if one is.
 inline float largest_magnitude(F8 a) {

@@ -50,6 +50,17 @@ FIELDS = {
 @click.option("--clip", default=0.5, help="Largest gradient norm.")
 @click.option("--draft-vocab", default=8192, help="Tokens that the drafter can propose.")
 @click.option("--intermediate", default=None, type=int, help="MLP width; the target's.")
+@click.option(
+    "--start-from",
+    type=click.Path(exists=True, file_okay=False),
+    help="Drafter folder to go on from; its draft vocabulary may be another.",
+)
+@click.option(
+    "--kernels",
+    type=click.Choice(["auto", "cpu", "reference"]),
+    default="auto",
+    help="What the target runs on; the drafter is trained on plain XLA.",
+)
 @click.option("--seed", default=0)
 @click.option("--save-minutes", default=10.0, help="Time between checkpoints.")
 def train(**options: Any) -> None:
@@ -61,8 +72,11 @@ def train(**options: Any) -> None:
     from rich.console import Console
 
     from checkpoints.catalogue import model_path
-    from checkpoints.eagle3 import write_drafter
+    from checkpoints.eagle3 import read_drafter, write_drafter
     from checkpoints.target import read_target
+    from eaglejax.api import stored_weights
+    from eaglejax.backend import resolve, target_weights
+    from eaglejax.config import EngineConfig
     from eaglejax.train.data import TokenFile
     from eaglejax.train.loop import train
     from eaglejax.train.trainer import TrainConfig
@@ -72,7 +86,9 @@ def train(**options: Any) -> None:
     out = Path(options["out"])
     run_dir = Path(options["run_dir"] or f"{out}.run")
     _check_writable(out.absolute().parent, run_dir)
-    target = read_target(model_path(options["model"]))
+    engine = resolve(EngineConfig(kernels=options["kernels"]))
+    target = read_target(model_path(options["model"]), weights=stored_weights(engine))
+    earlier = options["start_from"] and read_drafter(options["start_from"], target.config)
     drafter = drafter_config(target.config, options["draft_vocab"], options["intermediate"])
     tokens = TokenFile.load(options["token_file"], target.config.vocab_size)
     logging.getLogger("absl").setLevel(logging.WARNING)
@@ -82,9 +98,11 @@ def train(**options: Any) -> None:
             run_dir,
             config,
             target.config,
-            target.params,
+            target_weights(target.params, engine),
             drafter,
             tokens,
+            kernels="cpu" if engine.kernels == "cpu" else "reference",
+            earlier=earlier or None,
             started=display.started,
             report=display.report,
         )

@@ -21,10 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from checkpoints.eagle3 import DrafterCheckpoint
 from eaglejax.config import ConfigError, DrafterConfig, RopeConfig, TargetConfig
 from eaglejax.train.data import PackedRows, TokenFile, draft_vocabulary
 from eaglejax.train.loss import UnrolledLoss, simulated_acceptance_length
 from eaglejax.train.trainer import TrainConfig, Trainer, TrainState
+from pallas_kernels.implementation import Implementation
 
 
 class TrainingError(RuntimeError):
@@ -56,6 +58,8 @@ def train(
     drafter_config: DrafterConfig,
     tokens: TokenFile,
     *,
+    kernels: Implementation = "reference",
+    earlier: DrafterCheckpoint | None = None,
     started: Callable[[int], None] = lambda step: None,
     report: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> Trained:
@@ -71,11 +75,14 @@ def train(
         target_params: its variables.
         drafter_config: architecture of the drafter; it must be the same on resume.
         tokens: training text.
+        kernels: what the teacher runs on; its variables must be in their form.
+        earlier: a drafter to start from, or None; a resumed run goes on from its checkpoint.
         started: called once with the first step to run, 0 or the checkpoint's.
         report: called with one record a logged step.
 
     Raises:
-        ConfigError: the drafter does not fit the target, or the checkpoint is of another drafter.
+        ConfigError: the drafter does not fit the target, or the checkpoint or the drafter to start
+            from is of another architecture.
         DataError: no row of the text can teach.
         TrainingError: the loss or a weight is not finite.
     """
@@ -90,7 +97,13 @@ def train(
         else:
             target_ids = _kept_vocabulary(manager, newest, drafter_config, run_dir)
         trainer, state = Trainer.create(
-            config, target_config, target_params, drafter_config, target_ids
+            config,
+            target_config,
+            target_params,
+            drafter_config,
+            target_ids,
+            kernels=kernels,
+            earlier=earlier if newest is None else None,
         )
         if newest is not None:
             state = _restore(manager, newest, state)

@@ -14,13 +14,15 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from checkpoints.eagle3 import DrafterCheckpoint
 from eaglejax.config import ConfigError, DrafterConfig, TargetConfig
 from eaglejax.models.drafter import Drafter
 from eaglejax.models.target import Target
 from eaglejax.train.data import Batch
 from eaglejax.train.loss import UnrolledLoss, unrolled_loss
-from eaglejax.train.start import initial_variables, target_head
-from eaglejax.train.teacher import TeacherHead, teach
+from eaglejax.train.start import continued_params, initial_params
+from eaglejax.train.teacher import teach
+from pallas_kernels.implementation import Implementation
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,10 @@ class Frozen(struct.PyTreeNode):
 
     Attributes:
         target_params: variables of the target.
-        head: its output head.
         vocab: the drafter's collection `vocab`.
     """
 
     target_params: Any
-    head: TeacherHead
     vocab: Any
 
 
@@ -147,7 +147,7 @@ def train_step(
     frozen: Frozen,
 ) -> tuple[TrainState, UnrolledLoss]:
     """Teach, unroll, update: one pure step; configuration and modules are static."""
-    rows = teach(target, frozen.target_params, frozen.head, batch)
+    rows = teach(target, frozen.target_params, frozen.vocab["target_ids"], batch)
 
     def loss(params: Any) -> tuple[Float[Array, ""], UnrolledLoss]:
         variables = {"params": params, "vocab": frozen.vocab}
@@ -179,11 +179,23 @@ class Trainer:
         target_params: Any,
         drafter_config: DrafterConfig,
         target_ids: np.ndarray,
+        *,
+        kernels: Implementation = "reference",
+        earlier: DrafterCheckpoint | None = None,
     ) -> tuple[Trainer, TrainState]:
         """A trainer and its state at step 0.
 
+        Args:
+            config: how to train.
+            target_config: architecture of the teacher.
+            target_params: its variables, in the form that `kernels` take.
+            drafter_config: architecture of the drafter.
+            target_ids: its draft vocabulary.
+            kernels: what the teacher runs on.
+            earlier: a drafter to start from, or None to start from the target.
+
         Raises:
-            ConfigError: the drafter does not fit the target.
+            ConfigError: the drafter does not fit the target, or `earlier` is another architecture.
         """
         _check_pair(drafter_config, target_config)
         devices = jax.devices()
@@ -191,26 +203,29 @@ class Trainer:
         mesh = Mesh(np.asarray(devices[:used]), ("data",))
         replicated = NamedSharding(mesh, PartitionSpec())
         target_params = jax.device_put(target_params, replicated)
-        variables = initial_variables(
+        params = initial_params(
             drafter_config, target_config, target_params, jnp.asarray(target_ids), seed=config.seed
         )
-        variables = jax.device_put(variables, replicated)
-        params = variables["params"]
+        if earlier is not None:
+            params = continued_params(params, target_ids, earlier.params, earlier.target_ids)
+        params = jax.device_put(params, replicated)
+        # The token embedding is the target's own array, and stays frozen.
+        embedding = target_params["params"]["embed"]["embedding"]
+        vocab = {"embedding": embedding, "target_ids": jnp.asarray(target_ids)}
+        vocab = jax.device_put(vocab, replicated)
         # Two counters, not one array twice: the state is donated, and a buffer only once.
         state = TrainState(params, config.optimiser().init(params), jnp.int32(0), jnp.int32(0) + 0)
         state = jax.device_put(state, replicated)
-        target = Target(target_config, drafter_config.feature_layers)
+        target = Target(target_config, drafter_config.feature_layers, kernels)
         drafter = Drafter(drafter_config)
-        trainer = cls(config, target, target_params, drafter, dict(variables["vocab"]), mesh)
+        trainer = cls(config, target, target_params, drafter, vocab, mesh)
         return trainer, state
 
     def compile(
         self, state: TrainState, batch: Batch
     ) -> Callable[[TrainState, Batch], tuple[TrainState, UnrolledLoss]]:
         """The compiled step for states and batches shaped like these; it consumes the state."""
-        full = target_head(self.target_params, self.target.config)
-        head = TeacherHead.create(full, self.vocab["target_ids"])
-        frozen = Frozen(self.target_params, head, self.vocab)
+        frozen = Frozen(self.target_params, self.vocab)
         whole = NamedSharding(self.mesh, PartitionSpec())
         rows = NamedSharding(self.mesh, PartitionSpec("data"))
         jitted = jax.jit(

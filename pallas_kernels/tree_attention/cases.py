@@ -104,6 +104,7 @@ RAGGED = (
     Case("page-of-four", 3, 8, 9, 3, 96, page_size=4, lengths=(16, 15, 1)),
     Case("one-head", 2, 2, 1, 1, 64, lengths=(64,)),
     Case("many-queries-a-key", 5, 5, 12, 1, 16, page_size=4, lengths=(9,)),
+    Case("queries-of-a-key-fill-no-tile", 3, 3, 26, 2, 16, page_size=4, lengths=(14, 2)),
     Case("odd-width", 5, 6, 4, 2, 20, page_size=4, lengths=(7, 2)),
     Case("narrow", 2, 3, 2, 2, 4, page_size=4, lengths=(3,)),
     Case("long-causal", 17, 21, 6, 3, 16, page_size=4, lengths=(14, 0, 3), causal=True),
