@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "xla/ffi/api/c_api.h"
 
 namespace eaglejax {
 namespace {
@@ -37,4 +38,20 @@ const Kernels* choose_kernels(const char** name, const char** error) {
   return nullptr;
 }
 
+const Choice& choice() {
+  static const Choice chosen;
+  return chosen;
+}
+
 }  // namespace eaglejax
+
+extern "C" {
+// The FFI version that this library was built against.
+int eaglejax_ffi_api_major() { return XLA_FFI_API_MAJOR; }
+int eaglejax_ffi_api_minor() { return XLA_FFI_API_MINOR; }
+// Name of the instruction set in use, or null; the reason is then in eaglejax_isa_error.
+const char* eaglejax_isa() {
+  return eaglejax::choice().table ? eaglejax::choice().name : nullptr;
+}
+const char* eaglejax_isa_error() { return eaglejax::choice().error; }
+}

@@ -87,4 +87,12 @@ const Kernels* avx2_kernels();
 // The best table, or the one that EAGLEJAX_CPU_ISA names; null (with a reason) if it cannot run.
 const Kernels* choose_kernels(const char** name, const char** error);
 
+// The table in use, chosen once; an error from the environment variable is reported by every call.
+struct Choice {
+  const char* name = nullptr;
+  const char* error = nullptr;
+  const Kernels* table = choose_kernels(&name, &error);
+};
+const Choice& choice();
+
 }  // namespace eaglejax
