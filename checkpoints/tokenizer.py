@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import json
 import logging
 import operator
 import os
@@ -16,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
-from tokenizers import AddedToken, Regex, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as BpeTokenizer
 
 from checkpoints.errors import CheckpointError
@@ -206,6 +207,29 @@ class Tokenizer:
                 f" of {self.path}"
             )
         return self._bytes[index]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same tokenizer as a tokenizer.json of the `tokenizers` library, as JSON values.
+
+        There control tokens are marked as special, decoding is byte-level, and a BOS that `encode`
+        puts in front is put there by a post-processor.
+        """
+        stored = json.loads(self._bpe.to_str())
+        for token in stored["added_tokens"]:
+            token["special"] = token["id"] in self.special_ids
+        stored["decoder"] = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
+        if self.add_bos and self.bos_id is not None:
+            bos = self.bos_token
+            template = processors.TemplateProcessing(
+                single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, self.bos_id)]
+            )
+            stored["post_processor"] = json.loads(template.__getstate__())
+        return stored
 
     def _join(self, ids: Iterable[SupportsIndex], skip_special: bool) -> bytes:
         hidden = self.special_ids if skip_special else frozenset()

@@ -9,6 +9,7 @@ import click
 
 from eaglejax.commands.bench import bench
 from eaglejax.commands.chat import chat
+from eaglejax.commands.convert import convert
 from eaglejax.commands.eval import evaluate
 from eaglejax.commands.generate import generate
 from eaglejax.commands.serve import serve
@@ -28,6 +29,7 @@ commands.add_command(bench)
 commands.add_command(serve)
 commands.add_command(train)
 commands.add_command(evaluate)
+commands.add_command(convert)
 
 
 def main() -> None:
