@@ -27,7 +27,7 @@ CACHES := .pytest_cache .ruff_cache .hypothesis build dist
 # pyright comes as a wheel, Node included: it need not ask the network for a newer release.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test test-slow test-latest test-asan lint format serve bench clean distclean
+.PHONY: help setup demo test test-slow test-latest test-asan lint format serve bench peers peers-drafter clean distclean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do
@@ -124,9 +124,17 @@ serve: $(STAMP) ## serve the default model over HTTP
 bench: $(STAMP) ## measure decoding speed with and without speculation
 	@$(BIN)/eaglejax bench decode $(ARGS)
 
+peers: $(STAMP) ## install OpenVINO GenAI and build llama.cpp's programs, for bench decode --peers (minutes)
+	@echo "installing OpenVINO GenAI, CMake and Ninja"
+	$(BIN)/python -m pip install $(PIP_FLAGS) -r requirements/peers.txt
+	$(BIN)/python -m benchmarks.peers.build_llamacpp $(ARGS)
+
+peers-drafter: $(STAMP) ## convert the drafter with llama.cpp's converter (installs PyTorch in .peers)
+	@$(BIN)/python -m benchmarks.peers.convert_drafter $(ARGS)
+
 clean: ## remove caches and build outputs
 	@rm -rf $(CACHES)
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
 
-distclean: clean ## remove the environments too
-	@rm -rf .venv .venv-latest "$(VENV)" "$(VENV_LATEST)"
+distclean: clean ## remove the environments and .peers too
+	@rm -rf .venv .venv-latest .peers "$(VENV)" "$(VENV_LATEST)"

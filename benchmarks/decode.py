@@ -1,111 +1,97 @@
-"""Decoding speed of one request or a batch: plain and speculative, in one run, interleaved.
+"""This engine as a contender: decoding plainly and speculatively, and processing a prompt.
 
 Decoding one token reads every weight once, so plain speed is bound by memory bandwidth; a
-speculative step reads them once for several tokens. The baseline, plain decoding of the same
-engine, is measured in the same run, mode after mode, and quoted as a ratio: absolute times on a
-shared machine mean little.
+speculative step reads them once for several tokens.
 """
 
 from __future__ import annotations
 
 import platform
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from eaglejax.config import SamplingParams
+from benchmarks import rows
+from benchmarks.rows import OURS, Contender, Run, Timing, run_of
+from eaglejax.config import EngineConfig, SamplingParams, SpecPlan
 from eaglejax.engine.engine import Engine
 from eaglejax.engine.request import Completion, Prompt
+from eaglejax.steps import Models, Params
+
+PREFILL_PROMPTS = 3  # of one run; single ones are short enough to be hit by anything else
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table.
-
-    Attributes:
-        engine: whose.
-        mode: "plain" or "speculative".
-        plan: depth,width,nodes; None when plain.
-        batch: requests in flight.
-        tokens_per_second: median over the repeats, of all requests together, prefill left out.
-        interval: lowest and highest repeat.
-        acceptance_length: committed tokens a verify step; None when plain.
-        ratio_to_plain: median over the repeats of the ratio to plain decoding in the same repeat.
-    """
-
-    engine: str
-    mode: str
-    plan: str | None
-    batch: int
-    tokens_per_second: float
-    interval: tuple[float, float]
-    acceptance_length: float | None
-    ratio_to_plain: float
-
-
-def speed(completions: Sequence[Completion], batch: int) -> float:
-    """Tokens per second of decoding: tokens after the first of each, over the time in flight."""
-    tokens = sum(c.stats.completion_tokens - 1 for c in completions)
-    seconds = sum(c.stats.decode_seconds for c in completions) / min(batch, len(completions))
-    return tokens / seconds
+def timing_of(completion: Completion) -> Timing:
+    """The figures that every engine is measured by."""
+    stats = completion.stats
+    return Timing(
+        stats.completion_tokens, stats.prefill_seconds, stats.decode_seconds, stats.verify_steps
+    )
 
 
 def acceptance_length(completions: Sequence[Completion]) -> float | None:
     """Committed tokens a verify step over all completions."""
-    steps = sum(c.stats.verify_steps for c in completions)
-    return sum(c.stats.completion_tokens - 1 for c in completions) / steps if steps else None
+    return rows.acceptance_length([timing_of(c) for c in completions])
 
 
-def measure(
-    engines: dict[str | None, Engine],
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    *,
-    batch: int,
-    repeats: int,
-    progress: Callable[[str], None] = lambda line: None,
-) -> list[Row]:
-    """Runs every mode once a repeat, in turn.
+def plain_engine(engine: Engine, config: EngineConfig) -> Engine:
+    """An engine on the same target without its drafter, which plain decoding would keep up to date.
 
     Args:
-        engines: one for each plan; None is plain decoding and must be there.
-        prompts, params: what every mode generates.
-        batch: requests in flight.
-        repeats: rounds.
-        progress: told after every run.
+        engine: with the target and its weights.
+        config: how it runs; `spec` is switched off.
     """
-    speeds: dict[str | None, list[float]] = {plan: [] for plan in engines}
-    accepted: dict[str | None, float | None] = {}
-    for plan, engine in engines.items():  # compile and touch the weights before the clock
-        engine.generate(prompts[:1], params, spec="off" if plan is None else "on")
-    for repeat in range(repeats):
-        for plan, engine in engines.items():
-            done = engine.generate(prompts, params, spec="off" if plan is None else "on")
-            speeds[plan].append(speed(done, batch))
-            accepted[plan] = acceptance_length(done)
-            progress(
-                f"repeat {repeat + 1}, plan {plan or 'plain'}: {speeds[plan][-1]:.1f} tokens/s"
-            )
-    rows = []
-    for plan, values in speeds.items():
-        ratios = [v / p for v, p in zip(values, speeds[None], strict=True)]
-        rows.append(
-            Row(
-                engine="eaglejax",
-                mode="plain" if plan is None else "speculative",
-                plan=plan,
-                batch=batch,
-                tokens_per_second=round(statistics.median(values), 2),
-                interval=(round(min(values), 2), round(max(values), 2)),
-                acceptance_length=_rounded(accepted[plan]),
-                ratio_to_plain=round(statistics.median(ratios), 3),
-            )
-        )
-    return rows
+    models, params = Models(engine.models.target), Params(engine.params.target)
+    off = config.replace(spec="off")
+    return Engine.create(models, params, off, engine.tokenizer, engine.template)
+
+
+def decoding(
+    engine: Engine,
+    plans: Sequence[SpecPlan],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    batch: int,
+) -> list[Contender]:
+    """Plain decoding and each plan, compiled and warm.
+
+    Args:
+        engine: with target, drafter and weights.
+        plans: what to speculate by.
+        prompts, params: what is generated.
+        batch: requests in flight.
+    """
+    config = engine.config.replace(max_slots=batch)
+    engines: dict[str | None, Engine] = {None: plain_engine(engine, config)}
+    for plan in plans:
+        parts = (engine.models, engine.params, config.replace(plan=plan))
+        engines[str(plan)] = Engine.create(*parts, engine.tokenizer, engine.template)
+
+    def contender(plan: str | None, one: Engine) -> Contender:
+        def run() -> Run:
+            done = one.generate(prompts, params, spec="off" if plan is None else "on")
+            return run_of([timing_of(completion) for completion in done], batch)
+
+        # As many as in flight: their programs are compiled, and the weights touched.
+        one.generate(prompts[:batch], SamplingParams(max_tokens=2))
+        return Contender(OURS, "plain" if plan is None else "speculative", plan, batch, run)
+
+    return [contender(plan, one) for plan, one in engines.items()]
+
+
+def prefill(engine: Engine, prompt: Sequence[int]) -> Contender:
+    """Processing one prompt of token ids up to its first token, without a drafter."""
+    one = plain_engine(engine, engine.config.replace(max_slots=1, max_length=len(prompt) + 16))
+    params = SamplingParams(max_tokens=1)
+    one.generate([prompt], params)
+
+    def run() -> Run:
+        done = one.generate([prompt] * PREFILL_PROMPTS, params)
+        return Run(PREFILL_PROMPTS * len(prompt) / sum(c.stats.prefill_seconds for c in done))
+
+    return Contender(OURS, "prefill", None, 1, run)
 
 
 def machine() -> dict[str, Any]:
@@ -125,12 +111,3 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
     }
     return {"cpu": model, "cores": cores, **versions}
-
-
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """The last line of `eaglejax bench decode --json`."""
-    return {"rows": [asdict(row) for row in rows], "machine": machine()}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)

@@ -131,6 +131,16 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
     return next(row[key] for key in PROMPT_KEYS if key in row)
 
 
+def drafter_folder(options: dict[str, Any]) -> Path | None:
+    """The drafter that `model_options` name; None for none."""
+    from checkpoints.catalogue import shipped_drafter
+
+    name = options["drafter"]
+    if name == "default":
+        return shipped_drafter(options["model"])
+    return None if name == "none" else Path(name)
+
+
 def open_engine(
     options: dict[str, Any],
     *,
@@ -148,7 +158,7 @@ def open_engine(
         longest: most completion tokens.
         max_length: of a request; by default what prompts and completions need.
     """
-    from checkpoints.catalogue import model_path, shipped_drafter
+    from checkpoints.catalogue import model_path
     from checkpoints.eagle3 import read_drafter
     from checkpoints.target import read_target
     from eaglejax.api import start, stored_weights
@@ -156,8 +166,7 @@ def open_engine(
     from eaglejax.config import EngineConfig, SpecPlan
     from eaglejax.engine.engine import encode_prompt
 
-    model, drafter = options["model"], options["drafter"]
-    folder = {"default": shipped_drafter(model), "none": None}.get(drafter, drafter)
+    model, folder = options["model"], drafter_folder(options)
     spec = options["spec"] or ("off" if folder is None else "on")
     config = resolve(
         EngineConfig(

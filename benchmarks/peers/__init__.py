@@ -1,0 +1,1 @@
+"""Other engines on the same model file, as contenders of the benchmark."""
