@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,8 @@ SERVER = """
                 return self.answer(400, {"error": "a bad number"})
             if body["prompt"] == [667]:
                 os._exit(9)
+            if body["prompt"] == [668]:
+                time.sleep(60)
             count = body["n_predict"]
             timings = {"predicted_n": count, "predicted_ms": 10.0 * (count - 1), "prompt_ms": 5.0}
             if "--model-draft" in options:
@@ -219,6 +224,23 @@ def test_a_server_is_stopped_whatever_happens(
 
     with pytest.raises(error):
         fail_while_serving()
+    assert not any(alive(call["pid"]) for call in calls(fake) if "pid" in call)
+
+
+def test_an_interrupt_does_not_wait_for_answers(fake: LlamaCpp) -> None:
+    (fake.model.parent / "mode").write_text("stubborn")
+
+    def interrupted() -> None:
+        with contextlib.ExitStack() as stack:
+            [contender] = fake.decoding(stack, [], [[1], [668]], 4, 1)
+            here = threading.get_ident()
+            threading.Timer(0.5, signal.pthread_kill, [here, signal.SIGINT]).start()
+            contender.run()
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - started < 20
     assert not any(alive(call["pid"]) for call in calls(fake) if "pid" in call)
 
 

@@ -58,7 +58,7 @@ def main(folder: Path, jobs: int, version: str, sdist: Path | None) -> None:
         build, ninja = place / "build", tool("ninja")
         flags = [f"-D{name}={value}" for name, value in FLAGS.items()]
         generator = [] if ninja is None else ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        click.echo(f"[2/3] configuring {root.name} {version}", err=True)
+        click.echo(f"[2/3] configuring {root.name}", err=True)
         run([cmake, "-S", str(root), "-B", str(build), *generator, *flags], place / "cmake.log")
         click.echo(f"[3/3] building {', '.join(PROGRAMS)} (some minutes)", err=True)
         targets = ["--target", *PROGRAMS, "--parallel", str(jobs)]

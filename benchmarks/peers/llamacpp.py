@@ -147,7 +147,15 @@ class Server:
         requests = [request_body(ids, max_tokens) for ids in prompts]
         # Waiting requests cost it nothing: it takes one whenever a slot is free.
         with ThreadPoolExecutor(len(requests)) as pool:
-            return list(pool.map(self._post, requests))
+            try:
+                return list(pool.map(self._post, requests))
+            except PeerError:
+                raise
+            except BaseException:
+                # Ctrl-C or SIGTERM. The pool waits for its threads, and they for answers that a
+                # server which got the signal too never gives: without it they end at once.
+                self.process.kill()
+                raise
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
