@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 import threading
 import time
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from benchmarks.peers import llamacpp, setup, worker
+from benchmarks.peers import build_llamacpp, llamacpp, setup, worker
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.rows import PeerError, Timing
 from eaglejax.config import SpecPlan
@@ -377,6 +379,49 @@ def test_a_converted_drafter_is_that_of_this_very_drafter(tmp_path: Path) -> Non
     assert setup.converted_drafter(folder, drafter) == folder / "drafter.gguf"
     (drafter / "model.safetensors").write_bytes(b"trained further")
     assert "from another drafter" in str(setup.converted_drafter(folder, drafter))
+
+
+CMAKE = """
+    import pathlib, sys
+    log = pathlib.Path(__file__).with_name("cmake.calls")
+    with log.open("a") as calls:
+        print(" ".join(sys.argv[1:]), file=calls)
+    if "--build" in sys.argv:
+        place = pathlib.Path(sys.argv[sys.argv.index("--build") + 1]) / "bin"
+        place.mkdir(parents=True)
+        start = sys.argv.index("--target") + 1
+        for name in sys.argv[start : sys.argv.index("--parallel")]:
+            (place / name).write_text("built")
+            (place / name).chmod(0o755)
+"""
+
+
+def test_the_programs_are_built_and_put_where_the_benchmark_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "llama_cpp_python-0.0.1"
+    (root / "vendor" / "llama.cpp").mkdir(parents=True)
+    (root / "vendor" / "llama.cpp" / "convert_hf_to_gguf.py").write_text("")
+    with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz") as archive:
+        archive.add(root, root.name)
+    cmake = program(tmp_path / "cmake", CMAKE)
+    monkeypatch.setattr(build_llamacpp, "tool", {"cmake": str(cmake)}.get)
+    arguments = ["--folder", str(tmp_path / "peers"), "--jobs", "1"]
+    arguments += ["--sdist", str(tmp_path / "sdist.tar.gz")]
+    for _ in range(2):  # again over what is there
+        result = CliRunner().invoke(build_llamacpp.main, arguments)
+        assert result.exit_code == 0, result.output
+    assert setup.has_programs(tmp_path / "peers")
+    assert sorted(path.name for path in (tmp_path / "peers").iterdir()) == ["bin", "source"]
+    assert (tmp_path / "peers" / "source" / "convert_hf_to_gguf.py").is_file()
+    configured, built, *_ = (tmp_path / "cmake.calls").read_text().splitlines()
+    assert "-DGGML_NATIVE=ON" in configured
+    assert built.endswith("llama-server llama-bench llama-batched-bench --parallel 1")
+    program(cmake, "import sys; sys.exit('no compiler')")
+    result = CliRunner().invoke(build_llamacpp.main, arguments)
+    assert result.exit_code == 1
+    assert "no compiler" in result.output
+    assert setup.has_programs(tmp_path / "peers")  # the old ones stay
 
 
 @pytest.mark.parametrize("script", ["build_llamacpp", "convert_drafter"])
