@@ -18,6 +18,7 @@ HANDLERS = {
     "eaglejax_swiglu": "EaglejaxSwiglu",
     "eaglejax_attention_fresh": "EaglejaxAttentionFresh",
     "eaglejax_attention_paged": "EaglejaxAttentionPaged",
+    "eaglejax_decoder": "EaglejaxDecoder",
 }
 
 

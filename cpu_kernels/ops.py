@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,3 +74,75 @@ def tree_attention(
     call = jax.ffi.ffi_call("eaglejax_attention_paged", result)
     prefix = (pages_k, pages_v, page_table, lengths, _index(layer))
     return call(q, fresh_k, fresh_v, mask, *prefix)
+
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def decoder(
+    x: Float[Array, "B n D"],
+    cos: Float[Array, "B n a"],
+    sin: Float[Array, "B n a"],
+    ancestors: Bool[Array, "B n m"] | None,
+    matrices: Mapping[str, UInt8[Array, "L tiles groups block"]],
+    attention_norm: Float[Array, "L D"] | None,
+    mlp_norm: Float[Array, "L D"],
+    *,
+    eps: float,
+    feature_layers: Sequence[int] = (),
+    inputs: Float[Array, "B n A"] | None = None,
+    block: tuple[Float[Array, "B b K h"], Float[Array, "B b K h"]] | None = None,
+    prefix: tuple[Array, Array, Array, Array] | None = None,
+) -> tuple[
+    Float[Array, "B n D"],
+    Float[Array, "B n F"],
+    Float[Array, "L B n K h"],
+    Float[Array, "L B n K h"],
+]:
+    """A whole stack of Llama-type decoder layers over fresh rows, in one call.
+
+    Args:
+        x: the residual stream.
+        cos, sin: rotary angles, a = h/2.
+        ancestors: which of the m rows (block first, then the n own) each row sees; None is causal.
+        matrices: packed stacks by name, `MATRICES`.
+        attention_norm: scales, or None where `inputs` are given.
+        mlp_norm: scales.
+        eps: of the norms.
+        feature_layers: layers whose residual stream is returned, side by side.
+        inputs: what q, k and v of a single layer project in place of the normalised stream.
+        block: keys and values of rows before the n own, in a single layer.
+        prefix: pages of keys and of values `[L, P, p, K, h]`, page table `[B, S]`, lengths `[B]`.
+
+    Returns:
+        the residual stream after the last layer, the features, and the rows' keys and values.
+
+    Raises:
+        jax.errors.JaxRuntimeError: sizes that do not fit each other (hidden size, MLP width and
+            head size must be multiples of 32), or a page id out of range.
+    """
+    load()
+    batch, rows, hidden = x.shape
+    width = 2 * cos.shape[-1]
+    layers = mlp_norm.shape[0]
+    fresh = (layers, batch, rows, matrix_shape(matrices["k"])[-1] // width, width)
+    shapes = (x.shape, (batch, rows, len(feature_layers) * hidden), fresh, fresh)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    nothing = jnp.zeros((0,))
+    none = (nothing, nothing)
+    pages = (*none, *none) if prefix is None else prefix
+    stream, features, k, v = jax.ffi.ffi_call("eaglejax_decoder", results)(
+        x,
+        nothing if inputs is None else inputs,
+        cos,
+        sin,
+        jnp.zeros((0,), bool) if ancestors is None else ancestors,
+        *(none if block is None else block),
+        *pages,
+        nothing if attention_norm is None else attention_norm,
+        mlp_norm,
+        *(matrices[name] for name in MATRICES),
+        eps=np.float32(eps),
+        feature_layers=np.asarray(feature_layers, np.int64),
+    )
+    return stream, features, k, v

@@ -31,6 +31,7 @@ from eaglejax.config import (
 )
 from eaglejax.models.apply import apply
 from eaglejax.models.drafter import Drafter
+from eaglejax.models.fused import fusable
 from eaglejax.models.rotary import apply_rotary, rotary_angles
 from eaglejax.models.target import Target
 from eaglejax.quant import QuantTensor, pack_for_cpu, quantise
@@ -44,12 +45,16 @@ PAGE_SIZE = 4
 
 @functools.cache
 def packed_kit(tied: bool = True) -> Kit:
-    """A target in INT4 and a drafter in INT8; the head is INT8, or the tied embedding in INT4."""
-    config = TargetConfig(64, 64, 3, 6, 2, 16, 96, tie_embeddings=tied)
+    """A target in INT4 and a drafter in INT8; the head is INT8, or the tied embedding in INT4.
+
+    With the tied head layers run as one call, else (heads of 16 fill no group) op by op.
+    """
+    head_dim = 32 if tied else 16
+    config = TargetConfig(64, 64, 3, 6, 2, head_dim, 96, tie_embeddings=tied)
     features = (0, 1, 2)
     target, ids = Target(config, features, "cpu"), jnp.zeros((1, 1), jnp.int32)
     # The reference twin initialises: its parameters have the same names.
-    weights = kit.random_weights(Target(config, features), ids, ids, seed=3)["params"]
+    weights = kit.random_weights(Target(config, features), ids, ids, seed=7)["params"]
     embedding = weights["embed"]["embedding"]
 
     def quantised(path: Any, leaf: Any) -> Any:
@@ -62,13 +67,15 @@ def packed_kit(tied: bool = True) -> Kit:
 
     weights = jax.tree_util.tree_map_with_path(quantised, weights)
     weights = target_weights({"params": weights}, CPU)
-    drafting = DrafterConfig(64, 16, 64, 64, 4, 2, 16, 96, feature_layers=features)
+    drafting = DrafterConfig(64, 16, 64, 64, 4, 2, head_dim, 96, feature_layers=features)
     feature = jnp.zeros((1, 1, drafting.feature_size))
     variables = kit.random_weights(Drafter(drafting), feature, ids, seed=4)
     vocab = {"embedding": embedding, "target_ids": jnp.arange(16, dtype=jnp.int32) * 4}
     variables = drafter_weights({**variables, "vocab": vocab}, CPU)
     kinds = jax.tree.leaves([weights, variables["params"]], is_leaf=is_quantised)
     assert sum(is_quantised(leaf) and leaf.layout == "cpu8" for leaf in kinds) == 8 + 9
+    for layer in (weights["params"]["layers"], variables["params"]):
+        assert fusable("cpu", layer, head_dim) == tied
     return Kit(Models(target, Drafter(drafting, "cpu")), Params(weights, variables))
 
 

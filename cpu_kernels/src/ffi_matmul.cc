@@ -1,28 +1,10 @@
 // The handler of the quantised matrix product.
-#include <memory>
-
 #include "handler.h"
 #include "parallel.h"
+#include "quant_memory.h"
 
 namespace eaglejax {
 namespace {
-
-// The quantised form of all rows of an activation matrix.
-struct Activations {
-  std::unique_ptr<int8_t[]> levels;
-  std::unique_ptr<float[]> scale, scaled_sum;
-
-  Activations(ffi::ThreadPool& pool, const float* x, int64_t rows, int64_t k)
-      : levels(new int8_t[rows * k]),
-        scale(new float[rows * (k / kGroup)]),
-        scaled_sum(new float[rows * (k / kGroup)]) {
-    const int64_t cycles = k + 1;  // of a row
-    parallel_for(pool, rows, kPieceCycles / cycles + 1, [&](int64_t first, int64_t last) {
-      choice().table->quantise(x, k, first, last, levels.get(), scale.get(), scaled_sum.get());
-    });
-  }
-  QuantRows view() const { return {levels.get(), scale.get(), scaled_sum.get()}; }
-};
 
 // x [..., K], weights uint8 [L, N/8, K/32, block], layer int32 [] -> out [..., N].
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights,
@@ -43,15 +25,20 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights
   const int64_t index = *layer.typed_data<int32_t>();
   if (index < 0 || index >= wd[0])
     return bad("matmul: layer " + std::to_string(index) + " of " + std::to_string(wd[0]));
-  const Activations a(pool, x.typed_data<float>(), rows, k);
-  const uint8_t* w = weights.typed_data<uint8_t>() + index * wd[1] * wd[2] * wd[3];
-  const auto run = wd[3] == kBlock4 ? choice().table->matmul4 : choice().table->matmul8;
-  const QuantRows view = a.view();
+  const QuantMemory memory(rows, k);
+  const QuantRows a = memory.view;
+  const float* in = x.typed_data<float>();
+  parallel_for(pool, rows, kPieceCycles / (k + 1) + 1, [&](int64_t first, int64_t last) {
+    choice().table->quantise(in, k, first, last, a);
+  });
+  Matrix w = {weights.typed_data<uint8_t>(), k, n, wd[3] == kBlock4};
+  w.blocks += index * w.bytes();
   float* result = out->typed_data<float>();
   // Pieces are whole pairs of tiles.
   const int64_t tiles = n / kLanes, cycles = 2 * (k / kGroup) * (20 + 8 * rows) + 1;
   parallel_for(pool, (tiles + 1) / 2, kPieceCycles / cycles + 1, [&](int64_t first, int64_t last) {
-    run(view, w, rows, k, n, 2 * first, std::min(2 * last, tiles), result);
+    choice().table->matmul(a, w, rows, 2 * first, std::min(2 * last, tiles),
+                           {result + 2 * first * kLanes, n, nullptr});
   });
   return ffi::Error::Success();
 }

@@ -12,17 +12,36 @@ constexpr int kGroup = 32;   // inputs that share a scale, in weights and in act
 constexpr int kBlock4 = kLanes * kGroup / 2 + 2 * kLanes + 2 * kLanes;
 constexpr int kBlock8 = kLanes * kGroup + 2 * kLanes;
 
-// One row of activations, quantised to 8 bits in groups of 32.
+// Activations, quantised to 8 bits in groups of 32.
 struct QuantRows {
-  const int8_t* levels;    // [rows, K]
-  const float* scale;      // [rows, K/32]
-  const float* scaled_sum; // [rows, K/32]: scale * sum of levels
+  int8_t* levels;     // [rows, K]
+  float* scale;       // [rows, K/32]
+  float* scaled_sum;  // [rows, K/32]: scale * sum of levels
+};
+
+// One quantised matrix, in tiles as cpu_kernels/packing.py lays them out.
+struct Matrix {
+  const uint8_t* blocks;
+  int64_t k, n;
+  bool four;  // INT4 with minima, else INT8
+
+  int64_t bytes() const { return n / kLanes * (k / kGroup) * (four ? kBlock4 : kBlock8); }
+};
+
+// Where a product goes: column 0 of the first tile asked for at `at`, rows `stride` apart. `add` is
+// laid out alike and added, or null; it may be the result itself.
+struct Output {
+  float* at;
+  int64_t stride;
+  const float* add;
 };
 
 struct Attention {
   const float* q;             // [B, n, H, h]
-  const float* fresh_k;       // [B, m, K, h]
+  const float* fresh_k;       // [B, m, K, h], or [B, n, K, h] after block_k
   const float* fresh_v;
+  const float* block_k;       // [B, m - n, K, h], or null where fresh_k has all m rows
+  const float* block_v;
   const bool* ancestors;      // [B, n, m], or null for causal
   const float* pages_k;       // [L, P, p, K, h], or null without a prefix
   const float* pages_v;
@@ -35,8 +54,13 @@ struct Attention {
 
 constexpr int64_t kTileQueries = 12;
 
-// How attention is cut into tiles: queries (rows by heads) of one sequence that read the same kv
-// head, so that a key is loaded once for all of them.
+// Queries (rows by heads) of one sequence that read the same kv head, so that a key is loaded once
+// for all of them.
+struct AttentionTile {
+  int64_t b, kv, first_row, rows, first_head, heads;
+};
+
+// How attention is cut into tiles.
 struct AttentionTiles {
   int64_t heads, rows;  // of a tile; the last ones may be smaller
   int64_t head_tiles, row_tiles, count;
@@ -50,6 +74,19 @@ struct AttentionTiles {
     row_tiles = rows > 0 ? (a.n + rows - 1) / rows : 0;
     count = a.batch * a.kv_heads * head_tiles * row_tiles;
   }
+
+  AttentionTile tile(const Attention& a, int64_t index) const {
+    const int64_t group = a.heads / a.kv_heads, row_tile = index % row_tiles;
+    const int64_t head_tile = index / row_tiles % head_tiles;
+    const int64_t kv = index / row_tiles / head_tiles % a.kv_heads;
+    const int64_t first_row = row_tile * rows, first_head = head_tile * heads;
+    return {index / row_tiles / head_tiles / a.kv_heads,
+            kv,
+            first_row,
+            rows < a.n - first_row ? rows : a.n - first_row,
+            kv * group + first_head,
+            heads < group - first_head ? heads : group - first_head};
+  }
 };
 
 // Memory of one thread for tiles that see up to `keys` keys.
@@ -61,15 +98,41 @@ struct AttentionScratch {
   const float** values;                 // [keys]
 };
 
+// A stack of Llama-type decoder layers over R = batch * n rows; matrices are those of layer 0, the
+// other layers' follow them.
+struct Decoder {
+  Attention attention;  // sizes, ancestors and prefix; q, fresh keys and values, out, layer are free
+  int64_t layers, rows, hidden, ffn;
+  float eps;
+  Matrix q, k, v, o, gate, up, down;
+  const float* input;           // [R, q.k], normalised already (one layer only), or null
+  const float* attention_norm;  // [layers, hidden], unless there is an input
+  const float* mlp_norm;        // [layers, hidden]
+  const float* cos;             // [R, h/2]
+  const float* sin;
+  const int64_t* feature_layers;
+  int64_t feature_count;
+  float* x;         // [R, hidden], the residual stream, changed in place
+  float* features;  // [R, feature_count * hidden], the stream after each feature layer
+  float* fresh_k;   // [layers, B, n, K, h]
+  float* fresh_v;
+  // Memory that all threads share.
+  float* normed;       // [R, q.k or hidden, the larger]
+  float* queries;      // [R, H, h]
+  float* attended;     // [R, H, h]
+  QuantRows narrow;    // [R, q.k or hidden, the larger]
+  QuantRows mixed;     // [R, H * h]
+  QuantRows wide;      // [R, ffn]
+};
+
+class Team;
+
 struct Kernels {
   // Quantises rows [first, last) of x [rows, K].
-  void (*quantise)(const float* x, int64_t k, int64_t first, int64_t last, int8_t* levels,
-                   float* scale, float* scaled_sum);
-  // Tiles [first, last) of out [rows, N] = x @ W.
-  void (*matmul4)(const QuantRows& x, const uint8_t* weights, int64_t rows, int64_t k, int64_t n,
-                  int64_t first, int64_t last, float* out);
-  void (*matmul8)(const QuantRows& x, const uint8_t* weights, int64_t rows, int64_t k, int64_t n,
-                  int64_t first, int64_t last, float* out);
+  void (*quantise)(const float* x, int64_t k, int64_t first, int64_t last, const QuantRows& to);
+  // Tiles [first, last) of x @ W for rows of x.
+  void (*matmul)(const QuantRows& x, const Matrix& w, int64_t rows, int64_t first, int64_t last,
+                 const Output& out);
   // Rows [first, last) of y = x / rms(x) * scale.
   void (*rms_norm)(const float* x, const float* scale, float eps, int64_t d, int64_t first,
                    int64_t last, float* y);
@@ -78,6 +141,8 @@ struct Kernels {
   // Tiles [first, last) of AttentionTiles(a).
   void (*attention)(const Attention& a, int64_t first, int64_t last,
                     const AttentionScratch& scratch);
+  // The whole stack, as one thread of a team walks through it.
+  void (*decoder)(const Decoder& d, Team& team, const AttentionScratch& scratch);
 };
 
 // The table of an instruction set, or null where this build or this machine lacks it.

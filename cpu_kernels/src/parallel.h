@@ -9,6 +9,7 @@
 #include <memory>
 #include <thread>
 
+#include "team.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace eaglejax {
@@ -41,6 +42,24 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   }
   work(body);
   while (shared->done.load(std::memory_order_acquire) < pieces) std::this_thread::yield();
+}
+
+// Calls body(team) on the caller and on as many threads of the pool as come in time; returns when all
+// of them have left.
+template <typename Body>
+void run_team(xla::ffi::ThreadPool& pool, int64_t phases, const Body& body) {
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const auto team = std::make_shared<Team>(phases, threads);
+  const Body* const borrowed = &body;  // touched between enter and leave only
+  for (int64_t i = 1; i < threads; ++i) {
+    pool.Schedule([team, borrowed] {
+      if (!team->enter()) return;
+      (*borrowed)(*team);
+      team->leave();
+    });
+  }
+  body(*team);
+  team->close();
 }
 
 }  // namespace eaglejax

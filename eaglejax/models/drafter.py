@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eaglejax.cache import CacheView
 from eaglejax.config import DrafterConfig
+from eaglejax.models.fused import decoder_layers, fusable
 from eaglejax.models.layers import MLP, Attention, FreshKV, Linear, RMSNorm, lookup
 from eaglejax.models.rotary import rotary_angles
 from pallas_kernels.implementation import Implementation
@@ -110,12 +111,26 @@ class Drafter(nn.Module):
         row, rotary = self._inputs(hidden, tokens, positions)
         residual = self.hidden_norm(hidden) if self.config.norm_before_residual else hidden
         block = None if block_kv is None else FreshKV(block_kv.k[0], block_kv.v[0])
-        attended, kv = self.attention(row, rotary, ancestors, cache, block)
-        x = residual + attended
-        x = x + self.mlp(self.mlp_norm(x))
+        layer = self.variables["params"]
+        if not self.is_initializing() and fusable(self.kernels, layer, self.config.head_dim):
+            x, _, kv = decoder_layers(
+                layer,
+                residual,
+                rotary,
+                ancestors,
+                cache,
+                eps=self.config.rms_norm_eps,
+                inputs=row,
+                block_kv=block,
+            )
+        else:
+            attended, own = self.attention(row, rotary, ancestors, cache, block)
+            x = residual + attended
+            x = x + self.mlp(self.mlp_norm(x))
+            kv = _as_stack(own)
         normed = self.norm(x)
         following = normed if self.config.norm_output else x
-        return DrafterOutput(following, self.head(normed), _as_stack(kv))
+        return DrafterOutput(following, self.head(normed), kv)
 
     def initialise(self, features: Float[Array, "B n F"], tokens: Int[Array, "B n"]) -> Array:
         """Touches every parameter; for `init` only."""

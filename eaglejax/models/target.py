@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eaglejax.cache import CacheView
 from eaglejax.config import TargetConfig
+from eaglejax.models.fused import decoder_layers, fusable
 from eaglejax.models.layers import MLP, Attention, Embed, FreshKV, Linear, RMSNorm
 from eaglejax.models.rotary import rotary_angles
 from pallas_kernels.implementation import Implementation
@@ -107,6 +108,18 @@ class Target(nn.Module):
         """
         rotary = rotary_angles(positions, self.config.rope, self.config.head_dim)
         x = self.embed(tokens)
+        stack = self.variables["params"].get("layers", {})
+        if stack and fusable(self.kernels, stack, self.config.head_dim):
+            x, features, kv = decoder_layers(
+                stack,
+                x,
+                rotary,
+                ancestors,
+                cache,
+                eps=self.config.rms_norm_eps,
+                feature_layers=self.feature_layers,
+            )
+            return TargetOutput(self.norm(x), features, kv)
         indices = jnp.arange(self.config.num_layers)
         x, (outputs, fresh_kv) = self.layers(x, indices, rotary, ancestors, cache)
         features = jnp.concatenate([outputs[i] for i in self.feature_layers], axis=-1)
