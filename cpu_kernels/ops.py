@@ -23,17 +23,21 @@ def matmul(
     x: Float[Array, "*rows K"],
     blocks: UInt8[Array, "L tiles groups block"],
     layer: LayerIndex = 0,
+    *,
+    quantised: bool = True,
 ) -> Float[Array, "*rows N"]:
-    """`x @ matrix[layer]`, activations quantised to 8 bits in groups of 32.
+    """`x @ matrix[layer]`.
 
     Args:
         x: activations.
         blocks: a layer stack as `cpu_kernels.packing` lays it out; the block size tells the bits.
         layer: which matrix.
+        quantised: activations are quantised to 8 bits in groups of 32; else they stay float32.
     """
     load()
     result = jax.ShapeDtypeStruct((*x.shape[:-1], matrix_shape(blocks)[-1]), jnp.float32)
-    return jax.ffi.ffi_call("eaglejax_matmul", result)(x, blocks, _index(layer))
+    call = jax.ffi.ffi_call("eaglejax_matmul", result)
+    return call(x, blocks, _index(layer), quantised=quantised)
 
 
 def rms_norm(

@@ -19,7 +19,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
     """Replaces every "auto" by what runs here.
 
     Raises:
-        ConfigError: the kernels are asked for by name and cannot run here.
+        ConfigError: the kernels are asked for by name and cannot run here, or a setting needs them.
     """
     kernels, weights = config.kernels, config.weights
     on_cpu = jax.default_backend() == "cpu"
@@ -32,7 +32,16 @@ def resolve(config: EngineConfig) -> EngineConfig:
             log.warning("running on the slow reference path: %s", reason)
     if weights == "auto":
         weights = "int4" if kernels == "cpu" else "float32"
-    return config.replace(kernels=kernels, weights=weights)
+    packed = kernels == "cpu" and weights == "int4"
+    activations = config.activations
+    if activations == "int8" and not packed:
+        raise ConfigError(
+            f"activations = 'int8': only the CPU kernels on INT4 weights quantise them; here are "
+            f"kernels = {kernels!r}, weights = {weights!r}"
+        )
+    if activations == "auto":
+        activations = "int8" if packed else "float32"
+    return config.replace(kernels=kernels, weights=weights, activations=activations)
 
 
 def target_weights(params: Any, config: EngineConfig) -> Any:
@@ -44,7 +53,7 @@ def target_weights(params: Any, config: EngineConfig) -> Any:
         if not isinstance(leaf, QuantTensor):
             return leaf
         try:
-            return pack_for_cpu(leaf)
+            return pack_for_cpu(leaf, quantised=config.activations != "float32")
         except ValueError as error:
             log.warning("%s runs in float32, not INT4: %s", jax.tree_util.keystr(path), error)
             floats = dequantise(leaf)

@@ -295,9 +295,10 @@ class EngineConfig:
         plan: what one speculative step drafts.
         kernels: "cpu" runs the native CPU kernels, "reference" plain XLA; "auto" takes the kernels
             where they run, which is decided and logged once, at start.
-        weights: "float32" dequantises once, at load; "int4" keeps quantised weights as they are
-            (with the kernels, activations are then quantised to 8 bits: W4A8); "auto" is "int4"
-            with the kernels and "float32" without.
+        weights: "float32" dequantises once, at load; "int4" keeps quantised weights as they are;
+            "auto" is "int4" with the kernels and "float32" without.
+        activations: what INT4 weights meet in the kernels: "int8" quantises activations to 8 bits
+            in groups of 32 (W4A8), "float32" does not and is slower; "auto" is "int8" there.
         prefill_chunks: chunk sizes a prompt is cut into, each one compiled program.
     """
 
@@ -308,6 +309,7 @@ class EngineConfig:
     plan: SpecPlan = SpecPlan(3, 1, 4)
     kernels: Literal["auto", "cpu", "reference"] = "auto"
     weights: Literal["auto", "float32", "int4"] = "auto"
+    activations: Literal["auto", "int8", "float32"] = "auto"
     prefill_chunks: tuple[int, ...] = (32, 128, 512)
 
     def __post_init__(self) -> None:
@@ -318,6 +320,7 @@ class EngineConfig:
         for field, choices in (
             ("kernels", ("auto", "cpu", "reference")),
             ("weights", ("auto", "float32", "int4")),
+            ("activations", ("auto", "int8", "float32")),
         ):
             value = getattr(self, field)
             _require(value in choices, field, value, f"one of {', '.join(choices)}")

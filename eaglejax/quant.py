@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from cpu_kernels.packing import matrix_shape, pack, unpack_columns
 from pallas_kernels.int4_matmul.reference import affine, dequantise_arrays, pack_int4
 
-Layout = Literal["kn", "cpu8"]
+Layout = Literal["kn", "cpu8", "cpu8-float"]
 
 
 class QuantTensor(struct.PyTreeNode):
@@ -30,7 +30,8 @@ class QuantTensor(struct.PyTreeNode):
         bits: 4 or 8.
         group_size: inputs that share a scale.
         layout: how `values` lies in memory. "kn" is the row-major layout above; "cpu8" is that of
-            `cpu_kernels.packing`, with scales and minima inside `values`.
+            `cpu_kernels.packing`, with scales and minima inside `values`, for activations quantised
+            to 8 bits; "cpu8-float" is the same for activations that stay float32.
     """
 
     values: UInt8[Array, "..."] | Int[Array, "..."]
@@ -43,7 +44,7 @@ class QuantTensor(struct.PyTreeNode):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix that is meant, `[..., K, N]`."""
-        if self.layout == "cpu8" or self.scale is None:
+        if self.scale is None:
             return matrix_shape(self.values)
         return (*self.values.shape[:-1], self.scale.shape[-1])
 
@@ -79,14 +80,19 @@ def quantise(
     return QuantTensor(values, scale, minimum, bits=4, group_size=group_size)
 
 
-def pack_for_cpu(weight: QuantTensor) -> QuantTensor:
+def pack_for_cpu(weight: QuantTensor, *, quantised: bool = True) -> QuantTensor:
     """The same weights in the CPU kernels' layout; groups are cut to 32 inputs.
+
+    Args:
+        weight: in the row-major layout.
+        quantised: for activations quantised to 8 bits; else for float32 ones.
 
     Raises:
         ValueError: the sizes do not fill the layout's blocks (32 inputs by 8 outputs).
     """
-    if weight.layout == "cpu8" or weight.scale is None:
-        return weight
+    layout: Layout = "cpu8" if quantised else "cpu8-float"
+    if weight.scale is None:
+        return weight.replace(layout=layout)
     *lead, rows, columns = weight.shape
     levels = np.asarray(weight.values)
     if weight.bits == 4:
@@ -108,7 +114,7 @@ def pack_for_cpu(weight: QuantTensor) -> QuantTensor:
         ]
     )
     blocks = jnp.asarray(blocks.reshape(*lead, *blocks.shape[1:]))
-    return QuantTensor(blocks, None, None, bits=weight.bits, group_size=32, layout="cpu8")
+    return QuantTensor(blocks, None, None, bits=weight.bits, group_size=32, layout=layout)
 
 
 def dequantise(weight: QuantTensor) -> Float[Array, "... K N"]:
@@ -130,7 +136,7 @@ def dequantise(weight: QuantTensor) -> Float[Array, "... K N"]:
 
 def take_columns(weight: QuantTensor, ids: Int[Array, "..."]) -> Float[Array, "... K"]:
     """Dequantises single columns of a `[K, N]` matrix: the embedding lookup of a tied head."""
-    if weight.layout == "cpu8":
+    if weight.scale is None:
         return unpack_columns(weight.values, ids)
     flat = ids.reshape(-1)
 

@@ -17,10 +17,11 @@ import pytest
 
 import cpu_kernels
 from checkpoints.target import read_target
-from eaglejax.backend import drafter_weights, target_weights
+from eaglejax.backend import drafter_weights, resolve, target_weights
 from eaglejax.cache import CacheView, PagedCache, commit
 from eaglejax.config import (
     PLAIN,
+    ConfigError,
     DrafterConfig,
     EngineConfig,
     RopeConfig,
@@ -315,19 +316,20 @@ CONTINUATIONS = {
 }
 
 
-def teacher_forced(smollm2_gguf: Path, kernels: Any) -> list[np.ndarray]:
+def teacher_forced(smollm2_gguf: Path, kernels: Any, activations: Any = "auto") -> list[np.ndarray]:
     """The likeliest token after every position of the prompts and their continuations."""
-    config = EngineConfig(kernels=kernels, weights="int4" if kernels == "cpu" else "float32")
-    checkpoint = read_target(smollm2_gguf, weights="int4" if kernels == "cpu" else "float32")
+    weights: Any = "int4" if kernels == "cpu" else "float32"
+    config = EngineConfig(kernels=kernels, weights=weights, activations=activations)
+    checkpoint = read_target(smollm2_gguf, weights=weights)
     target = Target(checkpoint.config, default_feature_layers(30), kernels)
-    weights = target_weights(checkpoint.params, config)
+    params = target_weights(checkpoint.params, config)
     prompts = json.loads((DATA / "smollm2_prompts.json").read_text(encoding="utf-8"))["prompts"]
     texts = []
     for prompt in prompts:
         ids = prompt["prompt_ids"] + [int(x) for x in CONTINUATIONS[prompt["name"]].split()]
         padded = np.zeros((1, 192), np.int32)  # causal: what follows changes nothing
         padded[0, : len(ids)] = ids
-        logits = forward(target, weights, padded, np.arange(192)[None])[0]
+        logits = forward(target, params, padded, np.arange(192)[None])[0]
         texts.append(np.asarray(logits[0, : len(ids)]).argmax(-1))
     return texts
 
@@ -343,3 +345,14 @@ def test_default_model_agrees_with_float32_as_well_as_llamacpp_does(smollm2_gguf
     print(f"teacher-forced top-1 agreement {agree.mean():.2%} of {agree.size}")
     assert agree.size == 711
     assert agree.mean() >= 0.974  # llama.cpp's own on these prompts, in INT8 activations too
+    floats = teacher_forced(smollm2_gguf, "cpu", "float32")
+    for text, reference in zip(floats, expected, strict=True):
+        np.testing.assert_array_equal(text, reference)
+
+
+def test_activations_are_quantised_by_the_kernels_only() -> None:
+    assert resolve(EngineConfig(kernels="cpu")).activations == "int8"
+    assert resolve(EngineConfig(kernels="cpu", weights="float32")).activations == "float32"
+    assert resolve(EngineConfig(kernels="reference")).activations == "float32"
+    with pytest.raises(ConfigError, match="activations = 'int8': only the CPU kernels"):
+        resolve(EngineConfig(kernels="reference", activations="int8"))

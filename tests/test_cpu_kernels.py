@@ -80,8 +80,9 @@ reference_norm = jax.jit(rms_norm.rms_norm, compiler_options=QUICK)
 unpack_columns = jax.jit(cpu_kernels.unpack_columns, compiler_options=QUICK)
 
 
-def product(case: matmul_cases.Case, x: np.ndarray) -> np.ndarray:
-    return np.asarray(cpu_kernels.matmul(jnp.asarray(x), packed(case).values, case.layers - 1))
+def product(case: matmul_cases.Case, x: np.ndarray, *, quantised: bool = True) -> np.ndarray:
+    blocks, layer = packed(case).values, case.layers - 1
+    return np.asarray(cpu_kernels.matmul(jnp.asarray(x), blocks, layer, quantised=quantised))
 
 
 @cache
@@ -175,6 +176,26 @@ def test_matmul_row_has_the_same_bits_for_every_number_of_rows(case: matmul_case
         same(product(case, x[:rows]), everything[:rows])
         same(product(case, x[-rows:]), everything[-rows:])
     same(product(case, x[None, :, None])[0, :, 0], everything)  # any leading shape
+
+
+@matmul_cases_marked
+def test_matmul_of_float_activations_is_the_reference(case: matmul_cases.Case) -> None:
+    x, weight, layer = case.rows(33), quantised(case), case.layers - 1
+    expected = reference_matmul(
+        jnp.asarray(x[:6]),
+        weight.values,
+        weight.scale,
+        weight.minimum,
+        layer,
+        bits=case.bits,
+        group_size=case.group_size,
+    )
+    everything = product(case, x, quantised=False)
+    scale = np.abs(x[:6]) @ np.abs(matrix(case))
+    assert (np.abs(everything[:6] - expected) <= 2e-6 * scale + 1e-6).all()
+    for rows in ROWS:
+        same(product(case, x[:rows], quantised=False), everything[:rows])
+        same(product(case, x[-rows:], quantised=False), everything[-rows:])
 
 
 def test_matmul_of_a_prompt_chunk_and_of_single_rows() -> None:
@@ -466,6 +487,34 @@ def test_attention_of_scores_far_apart() -> None:
 # --- instruction sets -----------------------------------------------------------------------------
 
 
+def decoder_results() -> Iterator[np.ndarray]:
+    """Two layers over three rows, the last of which sees only the first and itself."""
+    cases = {
+        name: matmul_cases.Case(name, inputs, outputs, minimum=name != "v", layers=2)
+        for name, (inputs, outputs) in {
+            "q": (64, 128),
+            "k": (64, 64),
+            "v": (64, 64),
+            "o": (128, 64),
+            "gate": (64, 96),
+            "up": (64, 96),
+            "down": (96, 64),
+        }.items()
+    }
+    results = cpu_kernels.decoder(
+        jnp.asarray(random(1, 3, 64)),
+        jnp.asarray(random(1, 3, 16, seed=1)),
+        jnp.asarray(random(1, 3, 16, seed=2)),
+        jnp.asarray([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], bool),
+        {name: packed(case).values for name, case in cases.items()},
+        jnp.asarray(random(2, 64, seed=3)),
+        jnp.asarray(random(2, 64, seed=4)),
+        eps=1e-5,
+        feature_layers=(0,),
+    )
+    yield from map(np.asarray, results)
+
+
 def every_result() -> Iterator[tuple[str, np.ndarray]]:
     """A result of every case, and of the extremes."""
     for case in MATMULS:
@@ -473,6 +522,9 @@ def every_result() -> Iterator[tuple[str, np.ndarray]]:
         x[5, 3] = np.nan
         x[6] *= 1e-37
         yield f"matmul-{case}", product(case, x)
+        yield f"float-matmul-{case}", product(case, x, quantised=False)
+    for name, result in zip(("stream", "features", "k", "v"), decoder_results(), strict=True):
+        yield f"decoder-{name}", result
     for case in attention_cases.CASES:
         yield f"attention-{case}", attend(case.arrays())
     values = jnp.asarray([*(random(2000) * 30), 1e4, -1e4, 88, -88, np.nan, np.inf, -np.inf, 0])
@@ -483,17 +535,18 @@ def every_result() -> Iterator[tuple[str, np.ndarray]]:
         yield f"rms_norm-{width}", np.asarray(cpu_kernels.rms_norm(x, scale, 0, 1e-5))
 
 
-def test_portable_code_gives_the_same_bits(tmp_path: Path) -> None:
-    if cpu_kernels.instruction_set() == "portable":
-        pytest.skip("this machine has no other instruction set")
-    file = tmp_path / "portable.npz"
+@pytest.mark.parametrize("name", ["portable", "avx2"])
+def test_other_instruction_sets_give_the_same_bits(name: str, tmp_path: Path) -> None:
+    if cpu_kernels.instruction_set() in ("portable", name):
+        pytest.skip(f"{name} is what runs here, or this machine has nothing better")
+    file = tmp_path / "results.npz"
     command = [sys.executable, "-m", "tests.test_cpu_kernels", str(file)]
-    environment = os.environ | {"EAGLEJAX_CPU_ISA": "portable"}
+    environment = os.environ | {"EAGLEJAX_CPU_ISA": name}
     subprocess.run(command, check=True, cwd=ROOT, env=environment)
-    with np.load(file) as portable:
-        assert str(portable["instruction_set"]) == "portable"
-        for name, result in every_result():
-            np.testing.assert_array_equal(portable[name], result, err_msg=name, strict=True)
+    with np.load(file) as other:
+        assert str(other["instruction_set"]) == name
+        for case, result in every_result():
+            np.testing.assert_array_equal(other[case], result, err_msg=case, strict=True)
 
 
 def test_an_unknown_instruction_set_is_named() -> None:
@@ -505,7 +558,7 @@ def test_an_unknown_instruction_set_is_named() -> None:
     environment = os.environ | {"EAGLEJAX_CPU_ISA": "mmx"}
     command = [sys.executable, "-c", code, str(library.path())]
     output = subprocess.run(command, check=True, env=environment, capture_output=True).stdout
-    assert output.decode().strip() == "None b'EAGLEJAX_CPU_ISA: expected avx2 or portable'"
+    assert output.decode().strip() == "None b'EAGLEJAX_CPU_ISA: expected avx512, avx2 or portable'"
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -544,12 +597,12 @@ BAD_MATMULS = {
 def test_bad_matmul_is_an_exception(name: str) -> None:
     shape, arguments, message = BAD_MATMULS[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"eaglejax: matmul: .*{message}"):
-        call("eaglejax_matmul", shape, *arguments)
+        call("eaglejax_matmul", shape, *arguments, quantised=True)
 
 
 def test_bad_result_type_is_an_exception() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="float32 results"):
-        call("eaglejax_matmul", (2, 40), ROW, BLOCKS, LAYER, dtype=np.float16)
+        call("eaglejax_matmul", (2, 40), ROW, BLOCKS, LAYER, dtype=np.float16, quantised=True)
 
 
 BAD_NORMS = {
@@ -650,7 +703,7 @@ def test_bad_attention_is_an_exception(name: str) -> None:
 
 
 def test_nothing_to_do_is_no_error() -> None:
-    assert call("eaglejax_matmul", (0, 40), ROW[:0], BLOCKS, LAYER).shape == (0, 40)
+    assert call("eaglejax_matmul", (0, 40), ROW[:0], BLOCKS, LAYER, quantised=True).shape == (0, 40)
     assert call("eaglejax_swiglu", (0,), ROW[0, :0], ROW[0, :0]).shape == (0,)
     none = jnp.zeros((0, 1, 2, 8))
     assert cpu_kernels.tree_attention(none, none, none, None).shape == none.shape

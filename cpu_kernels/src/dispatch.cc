@@ -18,23 +18,45 @@ bool machine_has_avx2() {
 #endif
 }
 
+bool machine_has_vnni() {
+#if defined(EAGLEJAX_EMULATE_VNNI)
+  return machine_has_avx2();
+#elif defined(__x86_64__) || defined(__i386__)
+  __builtin_cpu_init();
+  return machine_has_avx2() && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
+}
+
+struct InstructionSet {
+  const char* name;
+  const Kernels* table;  // null where this build lacks it
+  bool runs;
+};
+
 }  // namespace
 
 const Kernels* choose_kernels(const char** name, const char** error) {
   const char* wanted = std::getenv("EAGLEJAX_CPU_ISA");
   const bool any = wanted == nullptr || *wanted == '\0';
-  const bool avx2 = avx2_kernels() != nullptr && machine_has_avx2();
-  if (any ? avx2 : std::strcmp(wanted, "avx2") == 0) {
-    *name = "avx2";
-    if (avx2) return avx2_kernels();
-    *error = "EAGLEJAX_CPU_ISA=avx2: this machine or this build has no AVX2, FMA and F16C";
-    return nullptr;
+  const InstructionSet best_first[] = {
+      {"avx512", avx512_kernels(), machine_has_vnni()},
+      {"avx2", avx2_kernels(), machine_has_avx2()},
+      {"portable", portable_kernels(), true},
+  };
+  *error = "EAGLEJAX_CPU_ISA: expected avx512, avx2 or portable";
+  for (const InstructionSet& set : best_first) {
+    const bool named = !any && std::strcmp(wanted, set.name) == 0;
+    if (!any && !named) continue;
+    if (set.table != nullptr && set.runs) {
+      *name = set.name, *error = nullptr;
+      return set.table;
+    }
+    if (named) *error = "EAGLEJAX_CPU_ISA: this machine or this build lacks that instruction set";
   }
-  if (any || std::strcmp(wanted, "portable") == 0) {
-    *name = "portable";
-    return portable_kernels();
-  }
-  *error = "EAGLEJAX_CPU_ISA: expected avx2 or portable";
   return nullptr;
 }
 

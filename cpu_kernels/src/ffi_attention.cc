@@ -26,11 +26,11 @@ ffi::Error fresh_block(ffi::AnyBuffer q, ffi::AnyBuffer fresh_k, ffi::AnyBuffer 
 }
 
 void run_attention(ffi::ThreadPool& pool, const Attention& a) {
-  const AttentionTiles tiles(a);
+  const AttentionTiles tiles(a, pool.num_threads());
   // About the cycles of a tile; a piece should take longer than waking a thread.
   const int64_t cycles = tiles.rows * tiles.heads * AttentionMemory::longest(a) * a.width / 4 + 1;
   parallel_for(pool, tiles.count, kPieceCycles / cycles + 1, [&](int64_t first, int64_t last) {
-    choice().table->attention(a, first, last, AttentionMemory(a).scratch);
+    choice().table->attention(a, tiles, first, last, AttentionMemory(a).scratch);
   });
 }
 

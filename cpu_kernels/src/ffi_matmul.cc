@@ -8,7 +8,8 @@ namespace {
 
 // x [..., K], weights uint8 [L, N/8, K/32, block], layer int32 [] -> out [..., N].
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights,
-                  ffi::AnyBuffer layer, ffi::Result<ffi::AnyBuffer> out) {
+                  ffi::AnyBuffer layer, ffi::Result<ffi::AnyBuffer> out,
+                  bool quantised) {
   if (choice().table == nullptr) return bad(choice().error);
   const auto xd = x.dimensions(), wd = weights.dimensions(), od = out->dimensions();
   if (!is(x, ffi::F32) || !is(*out, ffi::F32) || !is(weights, ffi::U8) || !is(layer, ffi::S32))
@@ -25,20 +26,28 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights
   const int64_t index = *layer.typed_data<int32_t>();
   if (index < 0 || index >= wd[0])
     return bad("matmul: layer " + std::to_string(index) + " of " + std::to_string(wd[0]));
-  const QuantMemory memory(rows, k);
-  const QuantRows a = memory.view;
-  const float* in = x.typed_data<float>();
-  parallel_for(pool, rows, kPieceCycles / (k + 1) + 1, [&](int64_t first, int64_t last) {
-    choice().table->quantise(in, k, first, last, a);
-  });
   Matrix w = {weights.typed_data<uint8_t>(), k, n, wd[3] == kBlock4};
   w.blocks += index * w.bytes();
+  const float* in = x.typed_data<float>();
   float* result = out->typed_data<float>();
-  // Pieces are whole pairs of tiles.
   const int64_t tiles = n / kLanes, cycles = 2 * (k / kGroup) * (20 + 8 * rows) + 1;
-  parallel_for(pool, (tiles + 1) / 2, kPieceCycles / cycles + 1, [&](int64_t first, int64_t last) {
-    choice().table->matmul(a, w, rows, 2 * first, std::min(2 * last, tiles),
-                           {result + 2 * first * kLanes, n, nullptr});
+  const auto over_tiles = [&](const auto& run) {  // pieces are whole pairs of tiles
+    parallel_for(pool, (tiles + 1) / 2, kPieceCycles / cycles + 1, [&](int64_t a, int64_t b) {
+      run(2 * a, std::min(2 * b, tiles), Output{result + 2 * a * kLanes, n, nullptr});
+    });
+  };
+  if (!quantised) {
+    over_tiles([&](int64_t first, int64_t last, const Output& to) {
+      choice().table->float_matmul(in, w, rows, first, last, to);
+    });
+    return ffi::Error::Success();
+  }
+  const QuantMemory memory(rows, k);
+  parallel_for(pool, rows, kPieceCycles / (k + 1) + 1, [&](int64_t first, int64_t last) {
+    choice().table->quantise(in, k, first, last, memory.view);
+  });
+  over_tiles([&](int64_t first, int64_t last, const Output& to) {
+    choice().table->matmul(memory.view, w, rows, first, last, to);
   });
   return ffi::Error::Success();
 }
@@ -51,6 +60,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(EaglejaxMatmul, matmul,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("quantised"));
 
 }  // namespace eaglejax

@@ -65,11 +65,14 @@ struct AttentionTiles {
   int64_t heads, rows;  // of a tile; the last ones may be smaller
   int64_t head_tiles, row_tiles, count;
 
-  explicit AttentionTiles(const Attention& a) {
-    const int64_t group = a.heads / a.kv_heads;
+  AttentionTiles(const Attention& a, int64_t threads) {
+    const int64_t group = a.heads / a.kv_heads, all = a.batch * a.n;
     heads = group < kTileQueries ? group : kTileQueries;
     rows = heads > 0 ? kTileQueries / heads : 1;
     if (rows > a.n) rows = a.n;
+    // Few queries: loading a key again costs less than a thread without work.
+    if (all * a.kv_heads < 4 * threads * rows) rows = 1;
+    if (all * a.kv_heads < 4 * threads) heads = heads < 1 ? heads : 1;
     head_tiles = heads > 0 ? (group + heads - 1) / heads : 0;
     row_tiles = rows > 0 ? (a.n + rows - 1) / rows : 0;
     count = a.batch * a.kv_heads * head_tiles * row_tiles;
@@ -133,13 +136,16 @@ struct Kernels {
   // Tiles [first, last) of x @ W for rows of x.
   void (*matmul)(const QuantRows& x, const Matrix& w, int64_t rows, int64_t first, int64_t last,
                  const Output& out);
+  // The same on float32 activations x [rows, K]; nothing is added.
+  void (*float_matmul)(const float* x, const Matrix& w, int64_t rows, int64_t first, int64_t last,
+                       const Output& out);
   // Rows [first, last) of y = x / rms(x) * scale.
   void (*rms_norm)(const float* x, const float* scale, float eps, int64_t d, int64_t first,
                    int64_t last, float* y);
   // Elements [first, last) of y = silu(gate) * up.
   void (*swiglu)(const float* gate, const float* up, int64_t first, int64_t last, float* y);
-  // Tiles [first, last) of AttentionTiles(a).
-  void (*attention)(const Attention& a, int64_t first, int64_t last,
+  // Tiles [first, last).
+  void (*attention)(const Attention& a, const AttentionTiles& tiles, int64_t first, int64_t last,
                     const AttentionScratch& scratch);
   // The whole stack, as one thread of a team walks through it.
   void (*decoder)(const Decoder& d, Team& team, const AttentionScratch& scratch);
@@ -148,6 +154,7 @@ struct Kernels {
 // The table of an instruction set, or null where this build or this machine lacks it.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
 
 // The best table, or the one that EAGLEJAX_CPU_ISA names; null (with a reason) if it cannot run.
 const Kernels* choose_kernels(const char** name, const char** error);

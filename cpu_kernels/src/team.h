@@ -31,7 +31,23 @@ class Team {
       body(piece);
       c.done.fetch_add(1, std::memory_order_release);
     }
-    for (int64_t spins = 0; c.done.load(std::memory_order_acquire) < count; ++spins) rest(spins);
+    wait(c, count);
+  }
+
+  // The same for units that are best taken in runs: body(first, last) over [0, count). Runs get
+  // shorter towards the end, so that threads finish together.
+  template <typename Body>
+  void phase_of_runs(int64_t number, int64_t count, const Body& body) {
+    Counter& c = counters_[number];
+    int64_t first = c.next.load(std::memory_order_relaxed);
+    while (first < count) {
+      const int64_t left = (count - first) / (2 * threads_), last = first + (left > 1 ? left : 1);
+      if (!c.next.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
+      body(first, last);
+      c.done.fetch_add(last - first, std::memory_order_release);
+      first = c.next.load(std::memory_order_relaxed);
+    }
+    wait(c, count);
   }
 
   // A thread beside the caller's enters, or finds that all is done and must touch nothing.
@@ -53,6 +69,9 @@ class Team {
     std::atomic<int64_t> next{0}, done{0};
   };
 
+  static void wait(const Counter& c, int64_t count) {
+    for (int64_t spins = 0; c.done.load(std::memory_order_acquire) < count; ++spins) rest(spins);
+  }
   // Phases last microseconds: sleeping would cost more. A thread that lost its core is waited for
   // without keeping another from it.
   static void rest(int64_t spins) {

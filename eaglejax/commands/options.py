@@ -55,6 +55,13 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 show_default=True,
                 help="float32 dequantises once; int4 is what 'auto' takes with the kernels.",
             ),
+            click.option(
+                "--activations",
+                type=click.Choice(["auto", "int8", "float32"]),
+                default="auto",
+                show_default=True,
+                help="What INT4 weights meet in the kernels; float32 is exact and slower.",
+            ),
         ]
     ):
         command = option(command)
@@ -175,6 +182,7 @@ def open_engine(
             plan=SpecPlan.parse(options["plan"]),
             kernels=options["kernels"],
             weights=options["weights"],
+            activations=options["activations"],
         )
     )
     target = read_target(model_path(model), weights=stored_weights(config))

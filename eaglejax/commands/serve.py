@@ -93,6 +93,7 @@ def _serve(listener: socket.socket, options: dict[str, Any]) -> None:
         "plan": SpecPlan.parse(options["plan"]),
         "kernels": options["kernels"],
         "weights": options["weights"],
+        "activations": options["activations"],
     }
     if options["spec"] is not None:
         fields["spec"] = options["spec"]
@@ -106,7 +107,8 @@ def _serve(listener: socket.socket, options: dict[str, Any]) -> None:
         _say(
             f"{name}: ready after {seconds:.1f} s: spec {c.spec}"
             + (f", plan {c.plan}" if c.spec == "on" else "")
-            + f", kernels {c.kernels}, weights {c.weights}, max length {c.max_length}"
+            + f", kernels {c.kernels}, weights {c.weights}, activations {c.activations}"
+            + f", max length {c.max_length}"
         )
         return engine
 

@@ -22,14 +22,17 @@ def int4_matmul(
     """`x @ dequantise(weights[layer])`; see `reference.int4_matmul`.
 
     Args:
-        layout: "kn", the row-major layout of the reference, or "cpu8", the tiles of
-            `cpu_kernels.packing`, whose product quantises the activations to 8 bits.
+        layout: "kn", the row-major layout of the reference; "cpu8", the tiles of
+            `cpu_kernels.packing`, whose product quantises the activations to 8 bits; "cpu8-float",
+            the same tiles with float32 activations.
 
     Raises:
         ValueError: another layout.
     """
-    if layout == "cpu8":
-        return cpu_kernels.matmul(x, values, layer)
+    if layout in ("cpu8", "cpu8-float"):
+        return cpu_kernels.matmul(x, values, layer, quantised=layout == "cpu8")
     if layout != "kn" or scale is None:
-        raise ValueError(f"int4_matmul: layout {layout!r}: expected 'kn' with scales, or 'cpu8'")
+        raise ValueError(
+            f"int4_matmul: layout {layout!r}: expected 'kn' with scales, 'cpu8' or 'cpu8-float'"
+        )
     return reference.int4_matmul(x, values, scale, minimum, layer, bits=bits, group_size=group_size)
