@@ -16,7 +16,8 @@ import pytest
 from jax import Array
 
 from checkpoints import safetensors_io
-from checkpoints.eagle3 import DrafterCheckpoint, check_fits, read_drafter, write_drafter
+from checkpoints.eagle3 import DrafterCheckpoint, read_drafter, write_drafter
+from checkpoints.eagle3_config import check_fits
 from checkpoints.errors import CheckpointError
 from eaglejax.config import ConfigError, DrafterConfig, RopeConfig, TargetConfig
 from eaglejax.models.drafter import Drafter, DrafterOutput
