@@ -34,6 +34,8 @@ from eaglejax.tree import Tree
 
 PLANS = ("1,1,2", "3,1,4", "5,1,6", "4,4,16")
 PROMPTS = Path(__file__).parent / "prompts" / "eval.jsonl"
+# User turns of self-chats of the default model that no drafter was trained on, as token ids.
+HELD_OUT = PROMPTS.with_name("held_out.jsonl")
 
 
 @dataclass(frozen=True)
@@ -174,14 +176,16 @@ def run(
 @click.option("--model", default="smollm2", show_default=True)
 @click.option("--drafter", default="default", show_default=True)
 @click.option("--kernels", default="auto", show_default=True)
-@click.option("--limit", default=41, show_default=True, help="Prompts.")
+@click.option("--limit", default=41, show_default=True, help="Prompts, at most 200.")
+@click.option("--plans", default=";".join(PLANS), show_default=True)
 @click.option("--max-tokens", default=128, show_default=True)
 @click.option("--batches", default="1,8", show_default=True)
 @click.option("--temperatures", default="0,0.8", show_default=True)
 @click.option("--drafters", default="real,right,never,mostly", show_default=True)
 def main(**options: Any) -> None:
     """Run the matrix; fails if any mode changes any text."""
-    prompts = [prompt_of(row) for row in read_prompts(PROMPTS)[: options["limit"]]]
+    rows_read = read_prompts(PROMPTS) + read_prompts(HELD_OUT)
+    prompts = [prompt_of(row) for row in rows_read[: options["limit"]]]
 
     def engine_of(slots: int) -> Engine:
         return eaglejax.load(
@@ -198,6 +202,7 @@ def main(**options: Any) -> None:
         max_tokens=options["max_tokens"],
         batches=[int(b) for b in options["batches"].split(",")],
         temperatures=[float(t) for t in options["temperatures"].split(",")],
+        plans=options["plans"].split(";"),
         drafters=options["drafters"].split(","),
         progress=lambda row: click.echo(json.dumps(asdict(row)), err=True),
     )

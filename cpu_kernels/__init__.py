@@ -6,19 +6,34 @@ groups of 32 (W4A8): integer dot products are exact, and groups are added in ord
 """
 
 from cpu_kernels.library import LibraryError, instruction_set, unavailable_reason
-from cpu_kernels.ops import MATRICES, decoder, matmul, rms_norm, swiglu, tree_attention
+from cpu_kernels.ops import (
+    MATRICES,
+    argmax,
+    commit,
+    decoder,
+    matmul,
+    rms_norm,
+    sample,
+    swiglu,
+    top_k,
+    tree_attention,
+)
 from cpu_kernels.packing import matrix_shape, pack, unpack_columns
 
 __all__ = [
     "MATRICES",
     "LibraryError",
+    "argmax",
+    "commit",
     "decoder",
     "instruction_set",
     "matmul",
     "matrix_shape",
     "pack",
     "rms_norm",
+    "sample",
     "swiglu",
+    "top_k",
     "tree_attention",
     "unavailable_reason",
     "unpack_columns",

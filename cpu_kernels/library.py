@@ -19,6 +19,10 @@ HANDLERS = {
     "eaglejax_attention_fresh": "EaglejaxAttentionFresh",
     "eaglejax_attention_paged": "EaglejaxAttentionPaged",
     "eaglejax_decoder": "EaglejaxDecoder",
+    "eaglejax_argmax": "EaglejaxArgmax",
+    "eaglejax_sample": "EaglejaxSample",
+    "eaglejax_top_k": "EaglejaxTopK",
+    "eaglejax_commit": "EaglejaxCommit",
 }
 
 

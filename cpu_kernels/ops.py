@@ -150,3 +150,60 @@ def decoder(
         feature_layers=np.asarray(feature_layers, np.int64),
     )
     return stream, features, k, v
+
+
+def argmax(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """The id of each row's largest logit, the lowest among equals; of the first not-a-number."""
+    load()
+    result = jax.ShapeDtypeStruct(logits.shape[:-1], jnp.int32)
+    return jax.ffi.ffi_call("eaglejax_argmax", result)(logits)
+
+
+def top_k(
+    logits: Float[Array, "*rows V"], k: int
+) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
+    """Log-probabilities and ids of the k likeliest, best first, the lower id among equals."""
+    load()
+    shape = (*logits.shape[:-1], k)
+    results = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32)]
+    scores, ids = jax.ffi.ffi_call("eaglejax_top_k", results)(logits)
+    return scores, ids
+
+
+def sample(
+    logits: Float[Array, "B N V"],
+    coins: Float[Array, "B N"],
+    temperature: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+    min_p: Float[Array, " B"],
+) -> Int[Array, "B N"]:
+    """A token for every row: `eaglejax.sampling.process` and `inverse_cdf` in one pass.
+
+    Thresholds are found by a histogram over the bits of a float, so no vocabulary is sorted.
+    Weights below exp(-87) of the largest count as 0. A row whose largest logit is not finite gives
+    its arg-max, as a temperature below 1e-4 does.
+    """
+    load()
+    result = jax.ShapeDtypeStruct(coins.shape, jnp.int32)
+    call = jax.ffi.ffi_call("eaglejax_sample", result)
+    return call(logits, coins, temperature, top_k, top_p, min_p)
+
+
+def commit(
+    pages_k: Float[Array, "L P p K h"],
+    pages_v: Float[Array, "L P p K h"],
+    fresh_k: Float[Array, "L B n K h"],
+    fresh_v: Float[Array, "L B n K h"],
+    page_table: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
+    path: Int[Array, "B m"],
+    count: Int[Array, " B"],
+) -> tuple[Float[Array, "L P p K h"], Float[Array, "L P p K h"]]:
+    """See `eaglejax.cache.commit`; in place where the pools are donated."""
+    load()
+    pools = [jax.ShapeDtypeStruct(pool.shape, jnp.float32) for pool in (pages_k, pages_v)]
+    call = jax.ffi.ffi_call("eaglejax_commit", pools, input_output_aliases={0: 0, 1: 1})
+    integers = (x.astype(jnp.int32) for x in (page_table, lengths, path, count))
+    k, v = call(pages_k, pages_v, fresh_k, fresh_v, *integers)
+    return k, v

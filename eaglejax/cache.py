@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+import cpu_kernels
+from pallas_kernels.implementation import Implementation
+
 
 class CacheView(struct.PyTreeNode):
     """What a forward pass may see: pages, whose they are, and how many tokens are committed."""
@@ -21,10 +24,16 @@ class CacheView(struct.PyTreeNode):
 
 
 class PagedCache(struct.PyTreeNode):
-    """Keys and values of committed tokens in pages of p tokens, one pool for all layers."""
+    """Keys and values of committed tokens in pages of p tokens, one pool for all layers.
+
+    Attributes:
+        k, v: the pools.
+        kernels: what `commit` writes with.
+    """
 
     k: Float[Array, "L P p K h"]
     v: Float[Array, "L P p K h"]
+    kernels: Implementation = struct.field(pytree_node=False, default="reference")
 
     @classmethod
     def create(
@@ -36,9 +45,10 @@ class PagedCache(struct.PyTreeNode):
         kv_heads: int,
         head_dim: int,
         dtype: jnp.dtype | type = jnp.float32,
+        kernels: Implementation = "reference",
     ) -> PagedCache:
         shape = (layers, pages, page_size, kv_heads, head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), kernels)
 
     @property
     def page_size(self) -> int:
@@ -71,6 +81,11 @@ def commit(
         path: which fresh rows to commit, in order; entries past count are not read.
         count: how many; 0 leaves a sequence untouched.
     """
+    if cache.kernels == "cpu":
+        k, v = cpu_kernels.commit(
+            cache.k, cache.v, fresh_k, fresh_v, page_table, lengths, path, count
+        )
+        return cache.replace(k=k, v=v)
     page_size, num_pages = cache.page_size, cache.num_pages
     steps = jnp.arange(path.shape[1])
     positions = lengths[:, None] + steps[None, :]
@@ -83,4 +98,4 @@ def commit(
         rows = jnp.take_along_axis(fresh, path[None, :, :, None, None], axis=2, mode="clip")
         return pool.at[:, pages, positions % page_size].set(rows.astype(pool.dtype), mode="drop")
 
-    return PagedCache(write(cache.k, fresh_k), write(cache.v, fresh_v))
+    return cache.replace(k=write(cache.k, fresh_k), v=write(cache.v, fresh_v))

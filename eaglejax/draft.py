@@ -155,7 +155,7 @@ def eagle3(
     at = jnp.take_along_axis(pending.positions, last, axis=1)
     output = apply(drafter, variables, hidden, rows.root[:, None], at, sees, view, pending.kv)
 
-    candidates, frontier = first_level(output.logits[:, 0], plan.width)
+    candidates, frontier = first_level(output.logits[:, 0], plan.width, kernels=drafter.kernels)
     hidden = jnp.repeat(output.hidden, plan.width, axis=1)
     block = pending.kv
     # What a frontier row sees: all pending pairs, then its own path among the drafted rows.
@@ -174,7 +174,9 @@ def eagle3(
             block,
         )
         block = block.concat(output.fresh_kv)
-        candidates, frontier = next_level(output.logits, frontier, candidates)
+        candidates, frontier = next_level(
+            output.logits, frontier, candidates, kernels=drafter.kernels
+        )
         hidden = _gather_rows(output.hidden, frontier.parent_slot)
         path = _gather_rows(path, frontier.parent_slot)
 

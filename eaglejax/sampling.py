@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
 
+import cpu_kernels
+from pallas_kernels.implementation import Implementation
+
 TINY_TEMPERATURE = 1e-4  # below it the scaled gaps overflow float32; such rows are greedy
 
 
@@ -39,18 +42,36 @@ class Choose(Protocol):
 
 
 def greedy(
-    logits: Float[Array, "B N V"], positions: Int[Array, "B N"], rows: SamplingRows
+    logits: Float[Array, "B N V"],
+    positions: Int[Array, "B N"],
+    rows: SamplingRows,
+    *,
+    kernels: Implementation = "reference",
 ) -> Int[Array, "B N"]:
     """The likeliest token; the lowest id among equals. For batches without a sampling request."""
+    if kernels == "cpu":
+        return cpu_kernels.argmax(logits)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def sampled(
-    logits: Float[Array, "B N V"], positions: Int[Array, "B N"], rows: SamplingRows
+    logits: Float[Array, "B N V"],
+    positions: Int[Array, "B N"],
+    rows: SamplingRows,
+    *,
+    kernels: Implementation = "reference",
 ) -> Int[Array, "B N"]:
-    """Samples rows with a temperature, and takes the likeliest token in the others."""
-    probabilities = process(logits, rows)
+    """Samples rows with a temperature, and takes the likeliest token in the others.
+
+    The kernels compute the same probabilities and sum them in another order: where a coin falls
+    within rounding of a border, an engine on the kernels may choose the token beside it.
+    """
     coins = uniform(rows.seed, positions)
+    if kernels == "cpu":
+        return cpu_kernels.sample(
+            logits, coins, rows.temperature, rows.top_k, rows.top_p, rows.min_p
+        )
+    probabilities = process(logits, rows)
     tokens = inverse_cdf(probabilities, coins)
     is_greedy = (rows.temperature < TINY_TEMPERATURE)[:, None]
     return jnp.where(is_greedy, greedy(logits, positions, rows), tokens)

@@ -118,6 +118,7 @@ class EngineState(struct.PyTreeNode):
                 page_size=engine.page_size,
                 kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
+                kernels="cpu" if engine.kernels == "cpu" else "reference",
             )
 
         def zeros(dtype: Any = jnp.int32) -> Array:

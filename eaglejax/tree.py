@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+import cpu_kernels
 from eaglejax.config import SpecPlan
+from pallas_kernels.implementation import Implementation
 
 
 class Tree(struct.PyTreeNode):
@@ -77,30 +79,39 @@ class Frontier(struct.PyTreeNode):
 
 
 def _likeliest(
-    logits: Float[Array, "*rows v"], width: int
+    logits: Float[Array, "*rows v"], width: int, kernels: Implementation
 ) -> tuple[Float[Array, "*rows k"], Int[Array, "*rows k"]]:
     """Log-probabilities and draft ids of the k likeliest tokens."""
     if width == 1:  # a chain never compares scores, and an arg-max is all it needs
-        tokens = jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+        best = cpu_kernels.argmax(logits) if kernels == "cpu" else jnp.argmax(logits, axis=-1)
+        tokens = best[..., None].astype(jnp.int32)
         return jnp.zeros(tokens.shape), tokens
+    if kernels == "cpu":
+        return cpu_kernels.top_k(logits, width)
     scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits), width)
     return scores, tokens
 
 
-def first_level(logits: Float[Array, "B v"], width: int) -> tuple[Candidates, Frontier]:
+def first_level(
+    logits: Float[Array, "B v"], width: int, *, kernels: Implementation = "reference"
+) -> tuple[Candidates, Frontier]:
     """Children of the root: the k likeliest draft tokens."""
-    scores, tokens = _likeliest(logits, width)
+    scores, tokens = _likeliest(logits, width, kernels)
     nobody = jnp.full(tokens.shape, -1, jnp.int32)
     index = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None], tokens.shape)
     return Candidates(tokens, scores, nobody), Frontier(tokens, scores, index, 0 * index)
 
 
 def next_level(
-    logits: Float[Array, "B k v"], frontier: Frontier, candidates: Candidates
+    logits: Float[Array, "B k v"],
+    frontier: Frontier,
+    candidates: Candidates,
+    *,
+    kernels: Implementation = "reference",
 ) -> tuple[Candidates, Frontier]:
     """Records k children of every frontier node; the k best of all are the next frontier."""
     batch, width = frontier.tokens.shape
-    top, tokens = _likeliest(logits, width)
+    top, tokens = _likeliest(logits, width, kernels)
     scores = (top + frontier.scores[:, :, None]).reshape(batch, -1)
     tokens = tokens.reshape(batch, -1)
     first = candidates.tokens.shape[1]

@@ -68,7 +68,9 @@ def walk(tokens: Int[Array, "B N"], tree: Tree, depth: int) -> Verdict:
     return Verdict(path, count, token)
 
 
-def _accept_with(choose: Choose) -> Accept:
+def accept_with(choose: Choose) -> Accept:
+    """The lossless rule for a way to choose tokens."""
+
     def accept(
         logits: Float[Array, "B N V"],
         tree: Tree,
@@ -83,5 +85,5 @@ def _accept_with(choose: Choose) -> Accept:
     return accept
 
 
-lossless: Accept = _accept_with(sampled)
-lossless_greedy: Accept = _accept_with(greedy)
+lossless: Accept = accept_with(sampled)
+lossless_greedy: Accept = accept_with(greedy)

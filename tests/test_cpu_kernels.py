@@ -527,6 +527,15 @@ def every_result() -> Iterator[tuple[str, np.ndarray]]:
         yield f"decoder-{name}", result
     for case in attention_cases.CASES:
         yield f"attention-{case}", attend(case.arrays())
+    x = jnp.asarray(np.concatenate([5 * random(6, 1001), 0 * random(1, 1001)]))
+    yield "argmax", np.asarray(cpu_kernels.argmax(x))
+    scores, ids = cpu_kernels.top_k(x, 7)
+    yield from (("top_k-scores", np.asarray(scores)), ("top_k-ids", np.asarray(ids)))
+    ones, coins = np.ones(1, np.float32), jnp.asarray(np.linspace(0, 0.99, 7, dtype=np.float32))
+    for top_k, top_p, min_p in ((0, 1, 0), (50, 1, 0), (0, 0.9, 0), (40, 0.8, 0.01)):
+        parameters = (ones, np.full(1, top_k, np.int32), top_p * ones, min_p * ones)
+        tokens = cpu_kernels.sample(x[None], coins[None], *map(jnp.asarray, parameters))
+        yield f"sample-{top_k}-{top_p}-{min_p}", np.asarray(tokens)
     values = jnp.asarray([*(random(2000) * 30), 1e4, -1e4, 88, -88, np.nan, np.inf, -np.inf, 0])
     up = jnp.asarray(random(len(values), seed=2))
     yield "swiglu", np.asarray(cpu_kernels.swiglu(values, up))

@@ -128,6 +128,13 @@ struct Decoder {
   QuantRows wide;      // [R, ffn]
 };
 
+// How a row is sampled.
+struct Sampling {
+  float temperature, top_p, min_p;
+  int32_t top_k;  // 0: no limit
+};
+constexpr float kTinyTemperature = 1e-4f;  // below it scaled gaps overflow: such rows are greedy
+
 class Team;
 
 struct Kernels {
@@ -147,6 +154,12 @@ struct Kernels {
   // Tiles [first, last).
   void (*attention)(const Attention& a, const AttentionTiles& tiles, int64_t first, int64_t last,
                     const AttentionScratch& scratch);
+  // The id of the largest of n logits, the lowest among equals; of the first that is not a number.
+  int32_t (*argmax)(const float* row, int64_t n);
+  // A token of a row of n logits, by inverse CDF; `weights` is memory for n floats.
+  int32_t (*sample)(const float* row, int64_t n, const Sampling& p, float coin, float* weights);
+  // The k largest of n logits, best first, the lower id first among equals: log-probabilities and ids.
+  void (*top_k)(const float* row, int64_t n, int64_t k, float* scores, int32_t* ids);
   // The whole stack, as one thread of a team walks through it.
   void (*decoder)(const Decoder& d, Team& team, const AttentionScratch& scratch);
 };

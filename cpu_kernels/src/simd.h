@@ -36,6 +36,13 @@ inline F8 max_magnitude(F8 a, F8 b) {
 inline F8 round_even(F8 a) {
   return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+inline bool any_greater(F8 a, F8 b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ)) != 0;
+}
+// c where a > b, else 0.
+inline F8 where_greater(F8 a, F8 b, F8 c) {
+  return {_mm256_and_ps(_mm256_cmp_ps(a.v, b.v, _CMP_GT_OQ), c.v)};
+}
 // 2**n for whole n in [-126, 127]; some number where n is none.
 inline F8 exp2_int(F8 n) {
   const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127));
@@ -101,6 +108,14 @@ inline F8 fma(F8 a, F8 b, F8 c) {
 }
 inline F8 max(F8 a, F8 b) {
   return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline bool any_greater(F8 a, F8 b) {
+  bool any = false;
+  for (int i = 0; i < 8; ++i) any = any || a.v[i] > b.v[i];
+  return any;
+}
+inline F8 where_greater(F8 a, F8 b, F8 c) {
+  return each([&](int i) { return a.v[i] > b.v[i] ? c.v[i] : 0.0f; });
 }
 inline int32_t magnitude_bits(float x) {
   int32_t bits;

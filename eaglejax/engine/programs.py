@@ -72,8 +72,10 @@ class Programs:
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The step as a function of (params, state, arguments), and example arguments."""
         models, plan, draft = self.models, self.config.plan, self.draft
-        choose = sampling.sampled if full else sampling.greedy
-        accept = verify.lossless if full else verify.lossless_greedy
+        choose = partial(
+            sampling.sampled if full else sampling.greedy, kernels=models.target.kernels
+        )
+        accept = verify.accept_with(choose)
         slots = np.zeros(size, np.int32)
         if kind == "admit":
             values = admission([], [], ())
