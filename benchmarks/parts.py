@@ -1,7 +1,7 @@
-"""Where the time of one step goes, part by part, and how near the weights' stream is to memory speed.
+"""Where the time of one step goes, part by part.
 
-Parts are timed alone, each as a program of its own; what they leave of the whole step is in the last
-lines. One request, the CPU kernels, a given number of committed tokens.
+Parts are timed alone, each as a program of its own; what they leave of the whole step is in the
+last lines. One request, the CPU kernels, a given number of committed tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def measure(engine: Engine, *, context: int, repeats: int) -> list[Part]:
     if not isinstance(head, QuantTensor) or head.layout != "cpu8":
         raise ValueError("the parts are those of the CPU kernels on INT4 weights")
     if context + 2 * engine.config.plan.depth + 4 > engine.config.max_length:
-        raise ValueError(f"context = {context}: does not fit max_length = {engine.config.max_length}")
+        limit = engine.config.max_length
+        raise ValueError(f"context = {context}: does not fit max_length = {limit}")
     state = _with_context(engine, context)
     parts = _plain(engine, state, head, context, repeats)
     if engine.models.drafter is not None:

@@ -12,7 +12,7 @@ from eaglejax.config import ConfigError, EngineConfig
 from eaglejax.quant import QuantTensor, dequantise, pack_for_cpu, quantise
 
 log = logging.getLogger("eaglejax")
-DRAFTER_BITS = 8  # of a drafter's linear weights with the kernels; float32 without
+DRAFTER_BITS = 4  # of a drafter's linear weights with the kernels; float32 without
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -67,7 +67,7 @@ def target_weights(params: Any, config: EngineConfig) -> Any:
 
 
 def drafter_weights(variables: Any, config: EngineConfig) -> Any:
-    """A drafter's variables for the kernels: its matrices in INT8, rounded to nearest.
+    """A drafter's variables for the kernels: its matrices in INT4, rounded to nearest.
 
     What the drafter computes never changes the text, only how much of it is guessed right. A matrix
     whose sizes do not fill the kernels' blocks stays float32.

@@ -46,7 +46,7 @@ PAGE_SIZE = 4
 
 @functools.cache
 def packed_kit(tied: bool = True) -> Kit:
-    """A target in INT4 and a drafter in INT8; the head is INT8, or the tied embedding in INT4.
+    """A target and a drafter in INT4; the head is INT8, or the tied embedding in INT4.
 
     With the tied head layers run as one call, else (heads of 16 fill no group) op by op.
     """
