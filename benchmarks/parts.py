@@ -7,7 +7,7 @@ last lines. One request, the CPU kernels, a given number of committed tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,10 @@ from eaglejax.quant import QuantTensor
 from eaglejax.state import EngineState
 from eaglejax.tree import Tree
 from eaglejax.verify import lossless_greedy
+
+ALL_MATRICES = "all matrices, one row"
+STEP = "step"
+LENGTHS = (2.1, 3.0)  # acceptance lengths that a well trained drafter reaches
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,37 @@ class Part:
     @property
     def gb_per_second(self) -> float | None:
         return None if self.megabytes is None else self.megabytes / self.milliseconds
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a plan's step costs, and what it would give.
+
+    Attributes:
+        plan: depth,width,nodes.
+        plain_steps: its time in plain steps: the acceptance length at which it begins to pay.
+        tokens_per_second, gain: by acceptance length, and over plain decoding.
+    """
+
+    plan: str
+    plain_steps: float
+    tokens_per_second: dict[str, float]
+    gain: dict[str, float]
+
+
+def cost(parts: Sequence[Part]) -> Cost | None:
+    """The cost of the plan among the parts of `measure`, or None without one."""
+    steps = {part.step: part.milliseconds for part in parts if part.name == STEP}
+    plain = steps.pop("plain")
+    if not steps:
+        return None
+    ((plan, milliseconds),) = steps.items()
+    return Cost(
+        plan,
+        milliseconds / plain,
+        {str(length): 1e3 * length / milliseconds for length in LENGTHS},
+        {str(length): length * plain / milliseconds for length in LENGTHS},
+    )
 
 
 def fastest(run: Callable[[], Any], repeats: int) -> float:
@@ -102,19 +137,22 @@ def _with_context(engine: Engine, context: int) -> EngineState:
     )
 
 
-def _stream(stack: Any) -> Callable[[], Any]:
-    """A product of one row with every matrix of a stack."""
-    layers, inputs = len(stack), cpu_kernels.matrix_shape(stack)[-2]
+def _stream(stacks: Sequence[Any]) -> Callable[[], Any]:
+    """A product of one row with every matrix of some stacks."""
 
     @jax.jit
-    def run(stack: Any, x: Any) -> Any:
-        def body(layer: Any, total: Any) -> Any:
-            return total + cpu_kernels.matmul(x, stack, layer)[0, 0]
+    def run(stacks: Sequence[Any]) -> Any:
+        total = jnp.float32(0)
+        for stack in stacks:
+            x = jnp.ones((1, cpu_kernels.matrix_shape(stack)[-2]))
 
-        return jax.lax.fori_loop(0, layers, body, jnp.float32(0))
+            def body(layer: Any, total: Any, x: Any = x, stack: Any = stack) -> Any:
+                return total + cpu_kernels.matmul(x, stack, layer)[0, 0]
 
-    x = jnp.ones((1, inputs))
-    return lambda: run(stack, x)
+            total = jax.lax.fori_loop(0, len(stack), body, total)
+        return total
+
+    return lambda: run(stacks)
 
 
 def _plain(
@@ -125,11 +163,12 @@ def _plain(
     modules = {**layer["attention"], **layer["mlp"]}
     stacks = {f"matrices {name}": modules[name]["kernel"].values for name in cpu_kernels.MATRICES}
     blocks = head.values if head.values.ndim == 4 else head.values[None]
-    for name, stack in {**stacks, "head": blocks}.items():
-        parts.append(Part("plain", name, fastest(_stream(stack), repeats), stack.nbytes / 1e6))
-    total = sum(part.milliseconds for part in parts)
+    stacks["head"] = blocks
+    for name, stack in stacks.items():  # alone some fit the last-level cache, all together do not
+        parts.append(Part("plain", name, fastest(_stream([stack]), repeats), stack.nbytes / 1e6))
     size = sum(part.megabytes or 0 for part in parts)
-    parts.append(Part("plain", "all matrices", total, size))
+    everything = fastest(_stream(list(stacks.values())), repeats)
+    parts.append(Part("plain", ALL_MATRICES, everything, size))
 
     rows = state.slots
     forward = jax.jit(partial(apply, engine.models.target))
@@ -139,9 +178,12 @@ def _plain(
         repeats,
     )
     parts.append(Part("plain", "all layers, with attention and norms", layers))
+    hidden = jnp.ones((1, 1, engine.models.target.config.hidden_size))
+    logits_of = jax.jit(partial(apply, engine.models.target, method="logits"))
+    head_time = fastest(lambda: logits_of(engine.params.target, hidden), repeats)
     step, synced = _whole(engine, "decode", state, repeats)
-    rest = step - layers - parts[len(stacks)].milliseconds
-    parts.append(Part("plain", "step", step))
+    rest = step - layers - head_time
+    parts.append(Part("plain", STEP, step))
     parts.append(Part("plain", "of it outside layers and head", rest))
     parts.append(Part("plain", "more when the host reads every step", synced - step))
     return parts
@@ -195,7 +237,7 @@ def _speculative(engine: Engine, state: EngineState, repeats: int) -> list[Part]
         Part(name, f"target layers, {plan.nodes} rows", layers),
         Part(name, f"head, {plan.nodes} rows", head),
         Part(name, "acceptance", accept),
-        Part(name, "step", step),
+        Part(name, STEP, step),
         Part(name, "of it outside these", step - draft - layers - head - accept),
         Part(name, "more when the host reads every step", synced - step),
     ]

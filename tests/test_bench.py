@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner, Result
 
-from benchmarks import bandwidth, rows
+from benchmarks import bandwidth, parts, rows
 from benchmarks import decode as ours
 from benchmarks.rows import Contender, PeerError, Run, Timing
 from eaglejax.cli import commands
@@ -20,6 +21,7 @@ from eaglejax.commands import bench
 from eaglejax.config import EngineConfig, SamplingParams, SpecPlan
 from eaglejax.engine.engine import Engine
 from eaglejax.engine.request import Completion, Stats
+from eaglejax.steps import Params
 
 PROMISED = [
     "engine",
@@ -286,3 +288,26 @@ def test_sigterm_ends_it_like_ctrl_c() -> None:
         next(wait())
     assert ended.value.code == 128 + signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_cost_of_a_plan_is_in_plain_steps() -> None:
+    rows = [parts.Part("plain", parts.STEP, 4.0), parts.Part("3,1,4", "draft and absorb", 1.0)]
+    assert parts.cost(rows[:1]) is None
+    found = parts.cost([*rows, parts.Part("3,1,4", parts.STEP, 6.0)])
+    assert found == parts.Cost(
+        "3,1,4", 1.5, {"2.1": 350.0, "3.0": 500.0}, {"2.1": pytest.approx(1.4), "3.0": 2.0}
+    )
+    assert parts.Part("plain", "head", 2.0, 30.0).gb_per_second == 15.0
+
+
+def test_parts_are_those_of_the_kernels() -> None:
+    from tests.test_cpu_engine import packed_kit
+
+    params = packed_kit().params
+    engine = SimpleNamespace(params=params, config=EngineConfig(max_length=64))
+    with pytest.raises(ValueError, match="context = 60: does not fit max_length = 64"):
+        parts.measure(engine, context=60, repeats=1)  # type: ignore[arg-type]
+    floats = {"params": {"embed": {"embedding": jnp.ones((4, 4))}}}
+    engine.params = Params(floats)
+    with pytest.raises(ValueError, match="those of the CPU kernels"):
+        parts.measure(engine, context=8, repeats=1)  # type: ignore[arg-type]

@@ -221,6 +221,79 @@ def _contenders(
     return contenders, limit
 
 
+@bench.command()
+@model_options
+@click.option("--plans", default="3,1,4;5,1,6", show_default=True, callback=_plans)
+@click.option("--context", default=200, show_default=True, help="Committed tokens of the request.")
+@click.option(
+    "--repeats", default=20, show_default=True, help="Calls timed a part; the best counts."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON line on stdout, last.")
+def step(**options: Any) -> None:
+    """Where a step's time goes, part by part, and what each plan's step costs."""
+    from dataclasses import asdict
+
+    from rich import box
+    from rich.table import Table
+
+    from benchmarks import parts as benchmark
+    from benchmarks.bandwidth import read_bandwidth, usable_cores
+    from benchmarks.decode import machine
+
+    for name in ("context", "repeats"):
+        if options[name] < 4:
+            raise click.UsageError(f"--{name} {options[name]}: expected 4 or more")
+    bandwidth = read_bandwidth() / 1e9
+    first = open_engine(
+        {**options, "plan": str(options["plans"][0]), "spec": None},
+        prompts=[[1]],
+        slots=1,
+        longest=1,
+        max_length=options["context"] + 64,
+    )
+    found, costs = [], []
+    for plan in options["plans"]:
+        try:
+            parts = benchmark.measure(
+                first.with_plan(plan), context=options["context"], repeats=options["repeats"]
+            )
+        except ValueError as error:
+            raise click.UsageError(str(error)) from error
+        found += [
+            part for part in parts if part not in found and (part.step != "plain" or not found)
+        ]
+        cost = benchmark.cost(parts)
+        costs += [] if cost is None else [cost]
+    console = _console(stderr=options["as_json"])
+    table = Table(title=f"one request, {options['context']} tokens", box=box.SIMPLE_HEAD)
+    for column in ("step", "part"):
+        table.add_column(column)
+    for column in ("ms", "MB", "GB/s"):
+        table.add_column(column, justify="right")
+    for part in found:
+        size, speed = part.megabytes, part.gb_per_second
+        cells = ["" if x is None else f"{x:.1f}" for x in (size, speed)]
+        table.add_row(part.step, part.name, f"{part.milliseconds:.3f}", *cells)
+    console.print(table)
+    stream = next(p.gb_per_second for p in found if p.name == benchmark.ALL_MATRICES) or 0.0
+    console.print(
+        f"memory: {bandwidth:.1f} GB/s read by {usable_cores()} threads; the matrices' stream "
+        f"reaches {stream / bandwidth:.0%} of it",
+        highlight=False,
+    )
+    for cost in costs:
+        gains = ", ".join(
+            f"{cost.tokens_per_second[length]:.0f} tokens/s ({gain:.2f}x) at length {length}"
+            for length, gain in cost.gain.items()
+        )
+        text = f"plan {cost.plan}: a step costs {cost.plain_steps:.2f} plain ones: {gains}"
+        console.print(text, highlight=False)
+    if options["as_json"]:
+        facts = machine() | {"read_gb_per_second": round(bandwidth, 2), "threads": usable_cores()}
+        rows = [asdict(part) | {"gb_per_second": part.gb_per_second} for part in found]
+        print(json.dumps({"parts": rows, "plans": list(map(asdict, costs)), "machine": facts}))
+
+
 def _long_prompt(engine: Engine) -> list[int]:
     """Ids of no special meaning, since only their number matters; always the same ones."""
     vocab = engine.models.target.config.vocab_size
