@@ -7,12 +7,11 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
 
 from checkpoints.catalogue import DEFAULT_MODEL, model_path, shipped_drafter
 from checkpoints.eagle3 import DrafterCheckpoint, read_drafter
 from checkpoints.target import TargetCheckpoint, read_target
-from eaglejax.backend import drafter_weights, resolve, target_weights
+from eaglejax.backend import drafter_weights, resolve, stored_weights, target_weights
 from eaglejax.config import GREEDY, EngineConfig, SamplingParams, default_feature_layers
 from eaglejax.engine.engine import Engine
 from eaglejax.engine.request import Completion, Prompt
@@ -54,11 +53,6 @@ def load(
     target = read_target(path, weights=stored_weights(engine_config))
     drafted = None if folder is None else read_drafter(Path(folder), target.config)
     return start(target, drafted, engine_config)
-
-
-def stored_weights(config: EngineConfig) -> Literal["float32", "int4"]:
-    """The form in which a resolved configuration wants a checkpoint's quantised weights."""
-    return "int4" if config.weights == "int4" else "float32"
 
 
 def start(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -42,6 +42,11 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if activations == "auto":
         activations = "int8" if packed else "float32"
     return config.replace(kernels=kernels, weights=weights, activations=activations)
+
+
+def stored_weights(config: EngineConfig) -> Literal["float32", "int4"]:
+    """The form in which a resolved configuration wants a checkpoint's quantised weights."""
+    return "int4" if config.weights == "int4" else "float32"
 
 
 def target_weights(params: Any, config: EngineConfig) -> Any:

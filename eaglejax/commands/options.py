@@ -168,8 +168,8 @@ def open_engine(
     from checkpoints.catalogue import model_path
     from checkpoints.eagle3 import read_drafter
     from checkpoints.target import read_target
-    from eaglejax.api import start, stored_weights
-    from eaglejax.backend import resolve
+    from eaglejax.api import start
+    from eaglejax.backend import resolve, stored_weights
     from eaglejax.config import EngineConfig, SpecPlan
     from eaglejax.engine.engine import encode_prompt
 

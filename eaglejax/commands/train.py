@@ -74,8 +74,7 @@ def train(**options: Any) -> None:
     from checkpoints.catalogue import model_path
     from checkpoints.eagle3 import read_drafter, write_drafter
     from checkpoints.target import read_target
-    from eaglejax.api import stored_weights
-    from eaglejax.backend import resolve, target_weights
+    from eaglejax.backend import resolve, stored_weights, target_weights
     from eaglejax.config import EngineConfig
     from eaglejax.train.data import TokenFile
     from eaglejax.train.loop import train
