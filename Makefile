@@ -104,7 +104,7 @@ test-asan: $(STAMP) ## run the tests of the CPU kernels under AddressSanitizer a
 	export EAGLEJAX_CPU_LIBRARY=$$PWD/build/asan/libeaglejax_cpu.so ASAN_OPTIONS=detect_leaks=0
 	# libstdc++ too: the sanitizer looks for C++'s throw when it starts, before jaxlib brings it along.
 	preload="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)"
-	LD_PRELOAD="$$preload" $(BIN)/python -m pytest tests/test_cpu_kernels.py $(ARGS)
+	LD_PRELOAD="$$preload" $(BIN)/python -m pytest tests/test_cpu_kernels.py tests/test_decoder_kernel.py tests/test_sampling_kernels.py $(ARGS)
 
 lint: $(STAMP) ## check style, formatting and types
 	@echo "ruff: style"
