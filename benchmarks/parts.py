@@ -21,9 +21,10 @@ from eaglejax.config import SamplingParams
 from eaglejax.engine.engine import Engine
 from eaglejax.models.apply import apply
 from eaglejax.quant import QuantTensor
+from eaglejax.sampling import greedy
 from eaglejax.state import EngineState
 from eaglejax.tree import Tree
-from eaglejax.verify import lossless_greedy
+from eaglejax.verify import accept_with
 
 ALL_MATRICES = "all matrices, one row"
 STEP = "step"
@@ -228,7 +229,8 @@ def _speculative(engine: Engine, state: EngineState, repeats: int) -> list[Part]
     layers, hidden = fastest(verify, repeats), verify().hidden
     logits_of = jax.jit(partial(apply, models.target, method="logits"))
     head = fastest(lambda: logits_of(params.target, hidden), repeats)
-    accepting = jax.jit(partial(lossless_greedy, depth=plan.depth))
+    accept_greedy = accept_with(partial(greedy, kernels=models.target.kernels))
+    accepting = jax.jit(partial(accept_greedy, depth=plan.depth))
     logits = logits_of(params.target, hidden)
     accept = fastest(lambda: accepting(logits, tree, rows.lengths, rows.sampling), repeats)
     step, synced = _whole(engine, "spec", state, repeats)
