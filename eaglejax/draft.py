@@ -188,7 +188,12 @@ def eagle3(
         jnp.concatenate([root, parents], axis=1),
         plan.depth,
     )
-    cache, absorbed = pending.commit(state, rows, jnp.where(rows.active, pending.count, 0))
+    # No draft is negative, so this changes no value. It makes absorbing wait for the drafts, which
+    # read the pool: XLA copies a pool that is written while something else may still read it.
+    drafted = jnp.min(tokens, axis=1) >= 0
+    cache, absorbed = pending.commit(
+        state, rows, jnp.where(rows.active & drafted, pending.count, 0)
+    )
     return tree, cache, absorbed
 
 
