@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import cpu_kernels
-from eaglejax.config import SamplingParams
+from eaglejax.config import PLAIN, SamplingParams
 from eaglejax.engine.engine import Engine
 from eaglejax.models.apply import apply
 from eaglejax.quant import QuantTensor
@@ -192,8 +192,9 @@ def _plain(
 
 def _whole(engine: Engine, kind: Any, state: EngineState, repeats: int) -> tuple[float, float]:
     """Milliseconds of a step, dispatched one after another, and read by the host each time."""
-    program = engine.programs.get(kind, 1, False, state)
-    slots = np.zeros(1, np.int32)
+    plan = engine.config.plan if kind == "spec" else PLAIN
+    program = engine.programs.get(kind, 1, False, state, plan)
+    slots, tables = np.zeros(1, np.int32), np.asarray(state.slots.page_table)
     fixed = state.slots
 
     def timed(read: bool) -> float:
@@ -202,9 +203,9 @@ def _whole(engine: Engine, kind: Any, state: EngineState, repeats: int) -> tuple
         for _ in range(4):
             # Back to the same context each time: the state is consumed, its rows are copied.
             state = state.replace(slots=jax.tree.map(jnp.copy, fixed))
-            state, output = program(state, slots)
+            state, report = program(state, slots, tables)
             if read:
-                np.asarray(output.tokens)
+                np.asarray(report)
         jax.block_until_ready(state)
         return (time.perf_counter() - started) / 4
 

@@ -227,6 +227,7 @@ class SamplingParams:
         max_tokens: completion budget, stop token included.
         stop_token_ids: further ids that end the text, beside the model's own.
         ignore_eos: the model's own end-of-text ids do not stop (stop_token_ids still do).
+        stop: strings that end the text; they are not part of it.
     """
 
     temperature: float = 0.0
@@ -237,6 +238,7 @@ class SamplingParams:
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         finite = isinstance(self.temperature, (int, float)) and math.isfinite(self.temperature)
@@ -273,6 +275,11 @@ class SamplingParams:
             self.stop_token_ids,
             "token ids of 0 or more",
         )
+        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", strings)
+        _require(
+            all(isinstance(s, str) and s for s in strings), "stop", strings, "non-empty strings"
+        )
 
     @property
     def greedy(self) -> bool:
@@ -291,8 +298,16 @@ class EngineConfig:
         max_slots: requests in flight.
         max_length: most tokens a request may have, prompt and completion.
         page_size: tokens a cache page holds.
-        spec: speculate ("on") or decode plainly ("off").
+        pages: cache pages of all requests together; None is room for max_slots of max_length. With
+            fewer, requests wait for room, and the youngest gives way and is computed again.
+        prefix_cache: prompts reuse the pages of a known prefix.
+        spec: speculate ("on"), decode plainly ("off"), speculate up to a batch size ("threshold"),
+            or do what is measured to be faster ("auto").
+        spec_disable_batch_threshold: with "threshold", more decoding requests than this run
+            plainly; 0 never does.
         plan: what one speculative step drafts.
+        plans: with "auto", the plans to choose from beside plain; empty is `plan` alone.
+        overlap: dispatch a step before the one before it has been read.
         kernels: "cpu" runs the native CPU kernels, "reference" plain XLA; "auto" takes the kernels
             where they run, which is decided and logged once, at start.
         weights: "float32" dequantises once, at load; "int4" keeps quantised weights as they are;
@@ -300,23 +315,44 @@ class EngineConfig:
         activations: what INT4 weights meet in the kernels: "int8" quantises activations to 8 bits
             in groups of 32 (W4A8), "float32" does not and is slower; "auto" is "int8" there.
         prefill_chunks: chunk sizes a prompt is cut into, each one compiled program.
+        prefill_budget: prompt tokens between two steps while requests decode; at least one chunk
+            of the smallest size is run.
     """
 
     max_slots: int = 1
     max_length: int = 1024
     page_size: int = 16
-    spec: Literal["off", "on"] = "on"
+    pages: int | None = None
+    prefix_cache: bool = True
+    spec: Literal["off", "on", "threshold", "auto"] = "on"
+    spec_disable_batch_threshold: int = 0
     plan: SpecPlan = SpecPlan(3, 1, 4)
+    plans: tuple[SpecPlan, ...] = ()
+    overlap: bool = True
     kernels: Literal["auto", "cpu", "reference"] = "auto"
     weights: Literal["auto", "float32", "int4"] = "auto"
     activations: Literal["auto", "int8", "float32"] = "auto"
     prefill_chunks: tuple[int, ...] = (32, 128, 512)
+    prefill_budget: int = 128
 
     def __post_init__(self) -> None:
-        for field in ("max_slots", "max_length", "page_size"):
+        for field in ("max_slots", "max_length", "page_size", "prefill_budget"):
             value = getattr(self, field)
             _require(isinstance(value, int) and value > 0, field, value, "a positive integer")
-        _require(self.spec in ("off", "on"), "spec", self.spec, "'off' or 'on'")
+        modes = ("off", "on", "threshold", "auto")
+        _require(self.spec in modes, "spec", self.spec, f"one of {', '.join(modes)}")
+        limit = self.spec_disable_batch_threshold
+        _require(
+            isinstance(limit, int) and limit >= 0,
+            "spec_disable_batch_threshold",
+            limit,
+            "0 (never disable) or a positive integer",
+        )
+        object.__setattr__(self, "plans", tuple(self.plans))
+        for plan in self.plans:
+            _require(
+                isinstance(plan, SpecPlan) and not plan.is_plain, "plans", plan, "speculative plans"
+            )
         for field, choices in (
             ("kernels", ("auto", "cpu", "reference")),
             ("weights", ("auto", "float32", "int4")),
@@ -330,11 +366,32 @@ class EngineConfig:
             bool(chunks) and chunks[0] >= 1, "prefill_chunks", chunks, "at least one positive size"
         )
         object.__setattr__(self, "prefill_chunks", chunks)
+        if self.pages is not None:
+            _require(
+                isinstance(self.pages, int) and self.pages >= self.pages_per_slot,
+                "pages",
+                self.pages,
+                f"at least {self.pages_per_slot}, what one request of max_length needs",
+            )
+
+    @property
+    def menu(self) -> tuple[SpecPlan, ...]:
+        """Every speculative plan that this engine may run."""
+        return self.plans or (self.plan,) if self.spec == "auto" else (self.plan,)
+
+    @property
+    def depth(self) -> int:
+        """The deepest plan's."""
+        return max(plan.depth for plan in self.menu)
 
     @property
     def pages_per_slot(self) -> int:
         """Pages that hold max_length tokens and the longest block written beyond them."""
-        return -(-(self.max_length + self.plan.depth + 1) // self.page_size)
+        return -(-(self.max_length + self.depth + 1) // self.page_size)
+
+    @property
+    def total_pages(self) -> int:
+        return self.max_slots * self.pages_per_slot if self.pages is None else self.pages
 
     def replace(self, **changes: object) -> EngineConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

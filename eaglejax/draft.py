@@ -116,8 +116,9 @@ def absorb_chunk(
     positions = jnp.maximum(start[:, None] - 1 + steps, 0)
     hidden = apply(drafter, variables, shifted, method="fuse")
     kv = apply(drafter, variables, hidden, tokens, positions, method="project_kv")
-    # A prompt's first token has no feature before it: its row is skipped.
-    first = (start == 0).astype(jnp.int32)
+    # A prompt's first token has no feature before it, and after a reused prefix the row of the
+    # feature before the chunk is in the cache already: the first row is skipped.
+    first = (rows.absorbed == start).astype(jnp.int32)
     count = jnp.maximum(counts - first, 0)
     path = steps + first[:, None]
     draft = commit(state.draft, kv.k, kv.v, rows.page_table, rows.absorbed, path, count)

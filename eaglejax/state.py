@@ -44,9 +44,11 @@ class SlotRows(struct.PyTreeNode):
 
     def take(self, slots: Int[Array, " B"]) -> SlotRows:
         """Rows of the slots a step runs; a slot out of range is padding and never active."""
-        total = self.active.shape[0]
+        real = slots < self.active.shape[0]
         rows = jax.tree.map(lambda x: jnp.take(x, slots, axis=0, mode="clip"), self)
-        return rows.replace(active=rows.active & (slots < total))
+        # Padding attends to nothing: it costs no time, whatever the slot that it stands in for.
+        lengths, absorbed = (jnp.where(real, x, 0) for x in (rows.lengths, rows.absorbed))
+        return rows.replace(active=rows.active & real, lengths=lengths, absorbed=absorbed)
 
     def put(self, slots: Int[Array, " B"], rows: SlotRows) -> SlotRows:
         """Writes rows back; padding is dropped."""
@@ -107,14 +109,14 @@ class EngineState(struct.PyTreeNode):
     def create(
         cls, engine: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None
     ) -> EngineState:
-        """An empty state; slot i owns pages i*n .. (i+1)*n - 1."""
-        count, per_slot = engine.max_slots, engine.pages_per_slot
-        table = jnp.arange(count * per_slot, dtype=jnp.int32).reshape(count, per_slot)
+        """An empty state; slot i has pages i*n .. (i+1)*n - 1 where there are enough."""
+        count, per_slot, pages = engine.max_slots, engine.pages_per_slot, engine.total_pages
+        table = jnp.arange(count * per_slot, dtype=jnp.int32).reshape(count, per_slot) % pages
 
         def pool(layers: int, config: TargetConfig | DrafterConfig) -> PagedCache:
             return PagedCache.create(
                 layers=layers,
-                pages=count * per_slot,
+                pages=pages,
                 page_size=engine.page_size,
                 kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
@@ -154,9 +156,20 @@ class EngineState(struct.PyTreeNode):
 
 
 def admission(
-    params: Sequence[SamplingParams], seeds: Sequence[int], eos_ids: Sequence[int]
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    eos_ids: Sequence[int],
+    *,
+    lengths: Sequence[int] | None = None,
+    said: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Host arrays that `admit` writes for new requests.
+
+    Args:
+        params, seeds: how each samples.
+        eos_ids: the model's own stop ids.
+        lengths: tokens of each prompt that the cache holds already; none by default.
+        said: completion tokens that each prompt ends with, of a request that starts again.
 
     Raises:
         ValueError: more stop ids than a slot holds.
@@ -171,8 +184,13 @@ def admission(
             )
         stops[row, : len(ids)] = ids
     int32 = np.iinfo(np.int32).max
+    done = [0] * len(params) if said is None else said
+    known = [0] * len(params) if lengths is None else lengths
     return {
-        "remaining": np.array([p.max_tokens for p in params], np.int32),
+        "lengths": np.array(known, np.int32),
+        "remaining": np.array(
+            [p.max_tokens - n for p, n in zip(params, done, strict=True)], np.int32
+        ),
         "stop_ids": stops,
         "sampling": SamplingRows(
             temperature=np.array([p.temperature for p in params], np.float32),  # type: ignore[arg-type]
@@ -187,17 +205,22 @@ def admission(
 def admit(
     state: EngineState,
     slots: Int[Array, " B"],
+    lengths: Int[Array, " B"],
     remaining: Int[Array, " B"],
     stop_ids: Int[Array, "B stops"],
     sampling: SamplingRows,
 ) -> EngineState:
-    """Gives slots to new requests: empty, inactive until their prompt is prefilled."""
+    """Gives slots to new requests, inactive until their prompt is prefilled.
+
+    Args:
+        lengths: tokens at the start of the prompt that the pages hold already, target rows and
+            drafter rows.
+    """
     rows = state.slots.take(slots)
-    nothing = jnp.zeros_like(rows.lengths)
     rows = rows.replace(
-        lengths=nothing,
-        absorbed=nothing,
-        active=nothing > 0,
+        lengths=lengths,
+        absorbed=lengths,
+        active=jnp.zeros_like(rows.active),
         remaining=remaining,
         stop_ids=stop_ids,
         sampling=sampling,

@@ -11,9 +11,9 @@ from typing import cast
 
 from eaglejax.config import SamplingParams
 from eaglejax.engine.request import Chunk, FinishReason, RequestError
+from eaglejax.engine.stops import StopStrings
 from serving.errors import ApiError
 from serving.intake import TextEngine
-from serving.stops import StopStrings
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+from tokenizers import Tokenizer as BpeTokenizer
+from tokenizers.models import BPE
 
+from checkpoints.tokenizer import StreamDecoder, Tokenizer
 from eaglejax.cache import PagedCache
 from eaglejax.config import (
     PLAIN,
@@ -31,6 +34,8 @@ from eaglejax.config import (
     TargetConfig,
 )
 from eaglejax.draft import Draft, Pending, eagle3
+from eaglejax.engine.request import Request
+from eaglejax.engine.stops import StopStrings
 from eaglejax.models.drafter import Drafter
 from eaglejax.models.target import Target
 from eaglejax.sampling import Choose, sampled
@@ -463,6 +468,32 @@ def assert_close(a: Any, b: Any) -> None:
     """
     a, b = np.asarray(a), np.asarray(b)
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(np.abs(b).max())))
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """A vocabulary of 64 whose text is one character a token; 0 is its end of text."""
+    letters = tuple(bytes([48 + i]) for i in range(64))
+    bpe = BpeTokenizer(BPE())
+    return Tokenizer("tiny", frozenset(), frozenset([0]), None, False, 0, bpe, letters, b"")
+
+
+def request(
+    prompt: Sequence[int], params: SamplingParams | None = None, number: int = 0
+) -> Request:
+    """A request as an engine makes it, going nowhere."""
+    return Request(
+        number=0,
+        index=0,
+        prompt_ids=list(prompt),
+        params=params or SamplingParams(),
+        seed=0,
+        priority=0,
+        deadline=None,
+        decoder=StreamDecoder(tokenizer()),
+        stops=StopStrings(()),
+        emit=lambda _: None,
+    )
 
 
 def random_prompts(count: int, seed: int = 0, vocab: int = 64) -> list[list[int]]:

@@ -15,18 +15,19 @@ from click.testing import CliRunner, Result
 from eaglejax.cli import commands
 from eaglejax.config import SamplingParams, SpecPlan
 from eaglejax.engine.engine import Engine
-from eaglejax.engine.request import Chunk, Completion, Running, Stats
+from eaglejax.engine.request import Chunk, Completion, Stats
 from eaglejax.train.evaluate import Outcome, bootstrap, rows_of
+from tests import kit
 
 PLAN = SpecPlan(3, 1, 4)
 
 
 def outcome(kind: str, accepted: Sequence[int]) -> Outcome:
     """Of verify steps that accepted so many drafts each, by the engine's own statistics."""
-    running = Running(0, [1], SamplingParams(), 0)
-    running.token_ids = [0] * (1 + sum(accepted) + len(accepted))
-    running.accepted = list(accepted)
-    return Outcome.of(kind, running.stats(PLAN.depth))
+    request = kit.request([1])
+    request.token_ids = [0] * (1 + sum(accepted) + len(accepted))
+    request.accepted, request.verified = list(accepted), sum(accepted) + len(accepted)
+    return Outcome.of(kind, request.stats(PLAN.depth))
 
 
 def test_acceptance_is_over_all_steps_not_over_prompts() -> None:

@@ -22,9 +22,9 @@ from fastapi.testclient import TestClient
 from eaglejax.commands.serve import listen, serve
 from eaglejax.config import EngineConfig, SamplingParams
 from eaglejax.engine.request import Chunk, Completion, RequestError, Stats
+from eaglejax.engine.stops import StopStrings
 from serving.app import create_app
 from serving.errors import ApiError
-from serving.stops import StopStrings
 from serving.worker import Worker
 
 VOCAB, MAX_LENGTH, EOS = 256, 200, 0

@@ -34,9 +34,17 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option(
                 "--spec",
-                type=click.Choice(["off", "on"]),
+                type=click.Choice(["off", "on", "threshold", "auto"]),
                 default=None,
-                help="Speculate; on where there is a drafter.",
+                help="Speculate: never, always, up to a batch size, or when it is measured to be "
+                "faster. 'on' where there is a drafter.",
+            ),
+            click.option(
+                "--spec-disable-batch-threshold",
+                type=click.IntRange(min=0),
+                default=0,
+                show_default=True,
+                help="With --spec threshold: more decoding requests run plainly; 0 never does.",
             ),
             click.option(
                 "--plan", default="3,1,4", show_default=True, help="depth,width,nodes of a step."
@@ -171,7 +179,7 @@ def open_engine(
     from eaglejax.api import start
     from eaglejax.backend import resolve, stored_weights
     from eaglejax.config import EngineConfig, SpecPlan
-    from eaglejax.engine.engine import encode_prompt
+    from eaglejax.engine.encode import encode_prompt
 
     model, folder = options["model"], drafter_folder(options)
     spec = options["spec"] or ("off" if folder is None else "on")
@@ -179,6 +187,7 @@ def open_engine(
         EngineConfig(
             max_slots=slots,
             spec=spec,
+            spec_disable_batch_threshold=options["spec_disable_batch_threshold"],
             plan=SpecPlan.parse(options["plan"]),
             kernels=options["kernels"],
             weights=options["weights"],

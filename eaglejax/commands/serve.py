@@ -91,6 +91,7 @@ def _serve(listener: socket.socket, options: dict[str, Any]) -> None:
         "max_slots": 1,
         "max_length": options["max_length"],
         "plan": SpecPlan.parse(options["plan"]),
+        "spec_disable_batch_threshold": options["spec_disable_batch_threshold"],
         "kernels": options["kernels"],
         "weights": options["weights"],
         "activations": options["activations"],
@@ -106,7 +107,7 @@ def _serve(listener: socket.socket, options: dict[str, Any]) -> None:
         c = engine.config
         _say(
             f"{name}: ready after {seconds:.1f} s: spec {c.spec}"
-            + (f", plan {c.plan}" if c.spec == "on" else "")
+            + (f", plan {c.plan}" if c.spec != "off" else "")
             + f", kernels {c.kernels}, weights {c.weights}, activations {c.activations}"
             + f", max length {c.max_length}"
         )

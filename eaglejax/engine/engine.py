@@ -1,86 +1,79 @@
-"""The engine: admits requests into slots, runs steps, delivers tokens.
-
-This loop is synchronous: a step is read before the next one is dispatched, and a waiting prompt is
-prefilled as soon as a slot is free.
-"""
+"""The engine: takes requests from any thread, runs them together, gives their tokens back."""
 
 from __future__ import annotations
 
+import itertools
+import queue
 import secrets
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast, overload
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 
 from checkpoints.chat_template import ChatTemplate
 from checkpoints.tokenizer import StreamDecoder, Tokenizer
-from eaglejax.config import GREEDY, ConfigError, EngineConfig, SamplingParams, SpecPlan
+from eaglejax.config import GREEDY, PLAIN, ConfigError, EngineConfig, SamplingParams, SpecPlan
 from eaglejax.draft import Draft, eagle3
-from eaglejax.engine.programs import Programs, padded
-from eaglejax.engine.request import Chunk, Completion, Prompt, RequestError, Running
+from eaglejax.engine.encode import encode_prompt
+from eaglejax.engine.handle import EngineError, Handle
+from eaglejax.engine.loop import Counts, Loop
+from eaglejax.engine.pages import PagePool
+from eaglejax.engine.programs import Programs
+from eaglejax.engine.request import Chunk, Completion, Prompt, Request, RequestError
+from eaglejax.engine.scheduler import Scheduler
+from eaglejax.engine.stops import StopStrings
 from eaglejax.models.apply import apply
+from eaglejax.policy import MODES, Policy, SpecMode
 from eaglejax.state import RING, EngineState, admission
-from eaglejax.steps import Models, Params, StepOutput
-
-SpecMode = Literal["off", "on"]
-
-
-def encode_prompt(
-    prompt: Prompt, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int
-) -> list[int]:
-    """Token ids of a prompt: text as it is, messages through the chat template, ids checked.
-
-    Raises:
-        RequestError: the prompt is empty or malformed, or an id is outside the vocabulary.
-    """
-    if isinstance(prompt, str):
-        try:
-            ids = tokenizer.encode(prompt)
-        except ValueError as error:
-            raise RequestError(f"prompt: {error}") from error
-    elif isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
-        raise RequestError(
-            f"prompt: expected text, token ids or a list of messages, found {type(prompt).__name__}"
-        )
-    elif len(prompt) and isinstance(prompt[0], Mapping):
-        if template is None:
-            raise RequestError("messages: the model has no chat template; give text or ids")
-        try:
-            text = template.render(list(prompt))  # type: ignore[arg-type]
-            ids = tokenizer.encode(text, add_bos=False)
-        except ValueError as error:
-            raise RequestError(f"messages: {error}") from error
-    else:
-        ids = cast("list[int]", list(prompt))
-    for position, token in enumerate(ids):
-        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise RequestError(
-                f"token_ids[{position}] = {token!r}: expected an id from 0 to {vocab_size - 1}"
-            )
-    if not ids:
-        raise RequestError("prompt is empty: expected at least one token")
-    return [int(token) for token in ids]
+from eaglejax.steps import Models, Params
 
 
 class StartError(RuntimeError):
     """The engine could not start; the message names the stage and its cause."""
 
 
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine is doing and has done.
+
+    Attributes:
+        running, waiting: requests with and without a slot.
+        pages, free_pages, kept_pages: of the cache; kept ones hold a prefix that nobody uses now.
+        mode, plan, reason, switches: of the speculation policy; the plan of the last step.
+        preemptions: requests that gave their pages up and were computed again.
+        compile_seconds: spent compiling.
+        counts: what has run.
+    """
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    kept_pages: int
+    mode: SpecMode
+    plan: SpecPlan
+    reason: str
+    switches: int
+    preemptions: int
+    compile_seconds: float
+    counts: Counts
+
+
 @dataclass
 class Engine:
-    """A target, a drafter and the state of their slots. Build it with `eaglejax.load`.
+    """A target, a drafter and the requests that run on them. Build it with `eaglejax.load`.
+
+    Requests come from any thread or event loop, by `submit` or `generate`; they share every step.
 
     Attributes:
         models, params: modules and variables.
         config: how it runs.
         tokenizer, template: text in and out.
-        state: on the device; replaced by every step.
         programs: the compiled steps.
-        busy: a `generate` call is running; there is one at a time.
+        policy: which plan the next step runs.
     """
 
     models: Models
@@ -88,9 +81,11 @@ class Engine:
     config: EngineConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    state: EngineState
     programs: Programs
-    busy: bool = False
+    policy: Policy
+    _loop: Loop
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _closed: bool = False
 
     @classmethod
     def create(
@@ -108,26 +103,31 @@ class Engine:
             ConfigError: the configuration does not fit the models.
             StartError: a program does not compile, or does not compute what it should.
         """
-        if config.spec == "on" and models.drafter is None:
-            raise ConfigError("spec = 'on': expected a drafter; give one or set spec to 'off'")
-        if config.plan.depth + 1 > RING:
-            raise ConfigError(f"plan depth = {config.plan.depth}: expected at most {RING - 1}")
+        if config.spec != "off" and models.drafter is None:
+            raise ConfigError(
+                f"spec = {config.spec!r}: expected a drafter; give one or set spec to 'off'"
+            )
+        for plan in {config.plan, *config.menu}:
+            if plan.depth + 1 > RING:
+                raise ConfigError(f"plan depth = {plan.depth}: expected at most {RING - 1}")
         if config.max_length > models.target.config.max_position:
             raise ConfigError(
                 f"max_length = {config.max_length}: expected at most the model's "
                 f"{models.target.config.max_position} positions"
             )
         drafter = None if models.drafter is None else models.drafter.config
-        state = EngineState.create(config, models.target.config, drafter)
-        engine = cls(
-            models,
-            params,
+        programs = Programs(models, params, config, draft)
+        policy = Policy(config.spec, config.plan, config.menu, config.spec_disable_batch_threshold)
+        pool = PagePool(config.total_pages, config.page_size, prefix_cache=config.prefix_cache)
+        loop = Loop(
+            programs,
             config,
-            tokenizer,
-            template,
-            state,
-            Programs(models, params, config, draft),
+            EngineState.create(config, models.target.config, drafter),
+            Scheduler(config.max_slots, pool, drafter=drafter is not None),
+            policy,
+            sorted(tokenizer.eos_ids),
         )
+        engine = cls(models, params, config, tokenizer, template, programs, policy, loop)
         engine._check()
         return engine
 
@@ -142,6 +142,29 @@ class Engine:
             self.programs.draft if draft is None else draft,
         )
 
+    @property
+    def state(self) -> EngineState:
+        """The state on the device; the next step consumes it."""
+        return self._loop.state
+
+    def stats(self) -> EngineStats:
+        """A look at what is going on; from any thread."""
+        scheduler, policy = self._loop.scheduler, self.policy
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + self._loop.arrived,
+            pages=scheduler.pool.pages,
+            free_pages=scheduler.pool.available,
+            kept_pages=scheduler.pool.kept,
+            mode=policy.mode,
+            plan=policy.current,
+            reason=policy.reason,
+            switches=policy.switches,
+            preemptions=scheduler.preemptions,
+            compile_seconds=self.programs.compile_seconds,
+            counts=self._loop.counts,
+        )
+
     # --- requests -------------------------------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -149,40 +172,107 @@ class Engine:
         vocab_size = self.models.target.config.vocab_size
         return encode_prompt(prompt, self.tokenizer, self.template, vocab_size)
 
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = GREEDY,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Handle:
+        """Starts a request, and returns at once.
+
+        Args:
+            prompt: text, token ids or chat messages.
+            params: how it samples.
+            priority: higher ones run first; among equals the earlier.
+            timeout: seconds until it is cut off with what it has; its finish reason is then
+                "deadline".
+
+        Raises:
+            RequestError: it cannot be run; says why.
+            EngineError: the engine has stopped or is closed.
+        """
+        self._check_open()
+        request = self._request(0, prompt, params)
+        handle = Handle(request.number, lambda: self._abort([request]))
+        request.emit, request.priority = handle.put, priority
+        if timeout is not None:
+            request.deadline = time.monotonic() + timeout
+        self._compile_for([request])
+        self._loop.submit([request])
+        return handle
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Waits until every request has ended; False if that takes more than `timeout` seconds."""
+        return self._loop.wait(timeout)
+
+    def close(self) -> None:
+        """Aborts what is in flight and takes no more requests. Idempotent."""
+        self._closed = True
+        self._loop.abort_all()
+        self._loop.wait()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+        ids = self.encode(prompt)
+        if len(ids) + params.max_tokens > self.config.max_length:
+            raise RequestError(
+                f"{len(ids)} prompt tokens and max_tokens = {params.max_tokens} make "
+                f"{len(ids) + params.max_tokens}, the engine's max_length is "
+                f"{self.config.max_length}"
+            )
+        self._check_stop_ids(params)
+        return Request(
+            number=next(self._numbers),
+            index=index,
+            prompt_ids=ids,
+            params=params,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            priority=0,
+            deadline=None,
+            decoder=StreamDecoder(self.tokenizer),
+            stops=StopStrings(params.stop),
+            emit=lambda _: None,
+            submitted=time.perf_counter(),
+        )
+
     def _requests(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Running]:
+    ) -> list[Request]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
         requests = []
         for index, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
             try:
-                ids = self.encode(prompt)
+                requests.append(self._request(index, prompt, p))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
-            if len(ids) + p.max_tokens > self.config.max_length:
-                raise RequestError(
-                    f"prompt {index}: {len(ids)} prompt tokens and max_tokens = {p.max_tokens} "
-                    f"make {len(ids) + p.max_tokens}, the engine's max_length is "
-                    f"{self.config.max_length}"
-                )
-            self._check_stop_ids(index, p)
-            seed = secrets.randbits(32) if p.seed is None else p.seed
-            requests.append(Running(index, ids, p, seed))
         return requests
 
-    def _check_stop_ids(self, index: int, params: SamplingParams) -> None:
+    def _check_stop_ids(self, params: SamplingParams) -> None:
         vocab_size = self.models.target.config.vocab_size
         unknown = [i for i in params.stop_token_ids if i >= vocab_size]
         if unknown:
-            raise RequestError(
-                f"prompt {index}: stop_token_ids {unknown}: expected ids from 0 to {vocab_size - 1}"
-            )
+            raise RequestError(f"stop_token_ids {unknown}: expected ids from 0 to {vocab_size - 1}")
         try:
             admission([params], [0], sorted(self.tokenizer.eos_ids))
         except ValueError as error:
-            raise RequestError(f"prompt {index}: {error}") from error
+            raise RequestError(str(error)) from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            request.aborted = request.aborted or "abort"
 
     # --- generation -----------------------------------------------------------------------------
 
@@ -219,148 +309,86 @@ class Engine:
         Args:
             prompts: text, token ids or chat messages, one entry a prompt.
             params: one for all, or one each.
-            stream: yield chunks as steps finish, instead of a list at the end.
-            spec: "on" or "off" for this call; None is the engine's own setting.
+            stream: yield chunks as steps finish, instead of a list at the end. Closing the iterator
+                aborts what is left.
+            spec: the speculation mode from here on until the call ends; only while nothing else
+                is in flight. None is the engine's own.
 
         Raises:
             RequestError: a prompt or parameter does not fit; nothing has run then.
+            EngineError: the engine has stopped or is closed.
         """
+        self._check_open()
         if isinstance(prompts, (str, bytes)):
             raise RequestError("prompts: expected a list of prompts, found one string")
-        mode = self.config.spec if spec is None else spec
-        if mode not in ("off", "on"):
-            raise RequestError(f"spec = {mode!r}: expected 'off' or 'on'")
-        if mode == "on" and self.models.drafter is None:
-            raise RequestError("spec = 'on': the engine has no drafter")
-        chunks = self._run(self._requests(prompts, params), speculate=mode == "on")
+        if spec is not None:
+            if spec not in MODES:
+                raise RequestError(f"spec = {spec!r}: expected one of {', '.join(MODES)}")
+            if spec != "off" and self.models.drafter is None:
+                raise RequestError(f"spec = {spec!r}: the engine has no drafter")
+        chunks = self._run(self._requests(prompts, params), spec)
         if stream:
             return chunks
         done = {chunk.index: chunk.completion for chunk in chunks if chunk.completion is not None}
         return [done[index] for index in range(len(prompts))]
 
-    def _run(self, requests: list[Running], *, speculate: bool) -> Iterator[Chunk]:
-        """The loop: fill free slots, step all running ones, deliver."""
-        if self.busy:
-            raise RequestError("the engine is running another call: finish or close its stream")
-        self.busy = True
-        full = any(not request.params.greedy for request in requests)
-        waiting, running = deque(requests), dict[int, Running]()
-        decoders = {r.index: StreamDecoder(self.tokenizer) for r in requests}
-        plain_steps = 0
+    def _run(self, requests: list[Request], spec: SpecMode | None) -> Iterator[Chunk]:
+        """Submits requests together and yields what comes, in whichever order."""
+        events: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
+        for request in requests:
+            request.emit = events.put
+        own, mode = self.policy.mode, self.policy.mode if spec is None else spec
+        if mode != own and self._loop.busy:
+            raise RequestError(
+                f"spec = {mode!r}: other requests are in flight; their mode is {own!r}"
+            )
+        left = len(requests)
         try:
-            self._compile_for(requests, speculate, full)
-            while waiting or running:
-                for slot in range(self.config.max_slots):
-                    if waiting and slot not in running:
-                        request = waiting.popleft()
-                        output = self._prefill(slot, request, full)
-                        running[slot] = request
-                        yield self._deliver(slot, 0, output, running, decoders, verified=False)
-                if not running:
-                    continue
-                slots = sorted(running)
-                size = self.programs.bucket(len(slots))
-                where = padded(slots, size, self.config.max_slots)
-                program = self.programs.get(
-                    "spec" if speculate else "decode", size, full, self.state
-                )
-                self.state, output = program(self.state, where)
-                output = _to_host(output)
-                for row, slot in enumerate(slots):
-                    yield self._deliver(slot, row, output, running, decoders, verified=speculate)
-                plain_steps += not speculate
-                # A pair a plain step is pending; the ring must not overflow.
-                if self.models.drafter is not None and plain_steps % (RING - 1) == RING - 2:
-                    absorb = self.programs.get("absorb", size, False, self.state)
-                    self.state = absorb(self.state, where)
+            self.policy.mode = mode
+            self._compile_for(requests)
+            if requests:
+                self._loop.submit(requests)
+            while left:
+                event = events.get()
+                if isinstance(event, BaseException):
+                    raise EngineError(f"the engine has stopped: {event}") from event
+                left -= event.completion is not None
+                yield event
         finally:
-            self.busy = False
-            if running:  # the consumer left: nothing of these requests may go on
-                self._deactivate()
-
-    def _prefill(self, slot: int, request: Running, full: bool) -> StepOutput:
-        """Runs a prompt chunk by chunk; the last chunk gives the first token."""
-        request.started = time.perf_counter()
-        get, max_slots = self.programs.get, self.config.max_slots
-        where = padded([slot], 1, max_slots)
-        eos = sorted(self.tokenizer.eos_ids)
-        values = admission([request.params], [request.seed], eos)
-        self.state = get("admit", 1, False, self.state)(self.state, where, values)
-        ids, output, done = request.prompt_ids, None, 0
-        for size in self._chunks(len(ids)):
-            part = ids[done : done + size]
-            done += len(part)
-            tokens = np.zeros((1, size), np.int32)
-            tokens[0, : len(part)] = part
-            count, final = np.array([len(part)], np.int32), np.array([done == len(ids)])
-            program = get("prefill", size, full, self.state)
-            self.state, output = program(self.state, where, tokens, count, final)
-        return _to_host(output)
-
-    def _chunks(self, length: int) -> list[int]:
-        """Chunk sizes for a prompt: the largest while they fill, then the smallest that fits."""
-        sizes = self.config.prefill_chunks
-        chunks = [sizes[-1]] * (length // sizes[-1])
-        rest = length % sizes[-1]
-        if rest:
-            chunks.append(next(size for size in sizes if size >= rest))
-        return chunks
-
-    def _deliver(
-        self,
-        slot: int,
-        row: int,
-        output: StepOutput,
-        running: dict[int, Running],
-        decoders: dict[int, StreamDecoder],
-        *,
-        verified: bool,
-    ) -> Chunk:
-        """Takes one slot's tokens of a step; frees the slot when its request has ended."""
-        request = running[slot]
-        count, accepted = int(output.counts[row]), int(output.accepted[row])
-        tokens = [int(token) for token in output.tokens[row, :count]]
-        request.last_token = time.perf_counter()
-        request.first_token = request.first_token or request.last_token
-        request.token_ids += tokens
-        if verified:
-            request.accepted.append(accepted)
-        finished, stopped = bool(output.finished[row]), bool(output.stopped[row])
-        spoken = tokens[:-1] if stopped else tokens
-        decoder = decoders[request.index]
-        pieces = [(decoder.push([token]), i < accepted) for i, token in enumerate(spoken)]
-        if not finished:
-            return Chunk(request.index, tuple(pieces), tuple(tokens))
-        pieces.append((decoder.flush(), False))
-        del running[slot]
-        ids = request.token_ids
-        completion = Completion(
-            text=self.tokenizer.decode(ids[:-1] if stopped else ids),
-            token_ids=tuple(ids),
-            finish_reason="stop" if stopped else "length",
-            stats=request.stats(self.config.plan.depth),
-        )
-        return Chunk(request.index, tuple(pieces), tuple(tokens), completion)
-
-    def _deactivate(self) -> None:
-        rows = self.state.slots
-        self.state = self.state.replace(slots=rows.replace(active=rows.active & False))
+            if left:  # the consumer left: nothing of these requests may go on
+                self._abort(requests)
+            if mode != own or left:
+                self._loop.wait()
+            self.policy.mode = own
 
     # --- start ----------------------------------------------------------------------------------
 
-    def _compile_for(self, requests: list[Running], speculate: bool, full: bool) -> None:
-        """Compiles what a run will need before its clock starts."""
-        get = self.programs.get
-        get("admit", 1, False, self.state)
-        for size in sorted({s for r in requests for s in self._chunks(len(r.prompt_ids))}):
-            get("prefill", size, full, self.state)
-        most = min(len(requests), self.config.max_slots)
-        for size in self.programs.buckets:
-            get("spec" if speculate else "decode", size, full, self.state)
-            if not speculate and self.models.drafter is not None:
-                get("absorb", size, False, self.state)
-            if size >= most:
+    def _compile_for(self, requests: list[Request]) -> None:
+        """Compiles what requests will need before their clock starts, in the caller's thread.
+
+        Sizes a quarter apart do: a step runs at the smallest compiled size that holds it.
+        """
+        get, state, policy = self.programs.get, self.state, self.policy
+        full = any(not request.params.greedy for request in requests)
+        get("admit", 1, False, state)
+        get("stop", 1, False, state)
+        chunks = self.config.prefill_chunks
+        longest = max((len(request.prompt_ids) for request in requests), default=0)
+        for size in chunks:
+            get("prefill", size, full, state)
+            if size >= longest:
                 break
+        plans = {"off": (PLAIN,), "on": (policy.plan,), "threshold": (PLAIN, policy.plan)}
+        stats = self._loop.scheduler
+        most = min(len(requests) + len(stats.running), self.config.max_slots)
+        sizes = [self.programs.bucket(most)]
+        while sizes[-1] > 1:
+            sizes.append(self.programs.bucket(max(1, sizes[-1] // 4)))
+        for size in sizes:
+            for plan in plans.get(policy.mode, (PLAIN, *policy.menu)):
+                get("decode" if plan.is_plain else "spec", size, full, state, plan)
+                if plan.is_plain and self.models.drafter is not None:
+                    get("absorb", size, False, state)
 
     def _check(self) -> None:
         """Compiles the greedy programs of a request alone and runs them on a 16-token probe.
@@ -405,8 +433,3 @@ class Engine:
             raise StartError(f"start-up check: {bad} of {values.size} logits are not finite")
         if (values.max(-1) == values.min(-1)).any():
             raise StartError("start-up check: all tokens have the same logit")
-
-
-def _to_host(output: Any) -> StepOutput:
-    """The step's report as numpy arrays; waits for the step."""
-    return jax.tree.map(np.asarray, output)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from checkpoints.tokenizer import StreamDecoder
 from eaglejax.config import SamplingParams
+from eaglejax.engine.stops import StopStrings
 
-FinishReason = Literal["stop", "length"]
+# "abort" and "deadline" are requests that were cut off from outside.
+FinishReason = Literal["stop", "length", "abort", "deadline"]
 
 # A prompt is text taken as it is, token ids, or chat messages that the model's template renders.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -84,30 +87,86 @@ class Chunk:
         return "".join(text for text, _ in self.pieces)
 
 
-@dataclass
-class Running:
-    """Host-side progress of one request; the only mutable thing in here."""
+@dataclass(eq=False)
+class Request:
+    """Host-side progress of one request; mutable, and touched by the engine's thread alone.
 
+    Attributes:
+        number: unique within the engine, in order of arrival.
+        index: which prompt of its call.
+        prompt_ids: what it was submitted with.
+        params, seed: how it samples.
+        priority: higher ones run first; among equals the earlier.
+        deadline: `time.monotonic()` at which it is cut off, or None.
+        decoder, stops: its text as it grows.
+        emit: where its chunks go.
+
+    The rest is progress. `token_ids` are the tokens read so far; the device may be a step ahead.
+    """
+
+    number: int
     index: int
     prompt_ids: list[int]
     params: SamplingParams
     seed: int
+    priority: int
+    deadline: float | None
+    decoder: StreamDecoder
+    stops: StopStrings
+    emit: Callable[[Chunk | BaseException], None]
+    # Times, by time.perf_counter().
+    submitted: float = 0.0
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+    # What it has said.
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     accepted: list[int] = field(default_factory=list)  # of each verify step
-    stopped: bool = False
+    verified: int = 0  # tokens committed by them
+    preempted: int = 0
+    cached_tokens: int = 0
+    aborted: FinishReason | None = None
+    finished: bool = False
+    # Where it runs.
+    slot: int | None = None
+    life: int = 0  # counts admissions: what an earlier one still has in flight is void
+    pages: list[int] = field(default_factory=list)
+    published: int = 0  # how many of its pages are in the prefix cache
+    key: bytes = b""  # of the last of them
+    goal: int = 0  # tokens to prefill
+    prefilled: int = 0  # of which so many are dispatched
+    length: int = 0  # committed tokens as far as read
+    ahead: int = 0  # tokens that the steps in flight may commit beyond it, at most
+    surely: int = 0  # and at least
+    absorbed: int = 0  # drafter rows committed, at least
+    pending: int = 0  # pairs in the ring, at most
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens known so far."""
+        return self.prompt_ids + self.token_ids
+
+    @property
+    def decoding(self) -> bool:
+        """Its prompt is dispatched as a whole, and its end is not known."""
+        return self.slot is not None and self.prefilled == self.goal and not self.finished
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts requests: the first is admitted first and preempted last."""
+        return -self.priority, self.number
 
     def stats(self, depth: int) -> Stats:
         steps = len(self.accepted)
+        depth = max([depth, *self.accepted])
         positions = range(depth) if steps else ()
         return Stats(
             prompt_tokens=len(self.prompt_ids),
             completion_tokens=len(self.token_ids),
             verify_steps=steps,
-            acceptance_length=(len(self.token_ids) - 1) / steps if steps else None,
+            acceptance_length=self.verified / steps if steps else None,
             accepted_per_position=tuple(sum(a > i for a in self.accepted) for i in positions),
-            prefill_seconds=self.first_token - self.started,
+            prefill_seconds=max(self.first_token - self.started, 0.0),
             decode_seconds=self.last_token - self.first_token,
         )
