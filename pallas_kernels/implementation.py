@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from typing import Literal
 
-Implementation = Literal["reference", "cpu"]
+Implementation = Literal["reference", "cpu", "triton"]
