@@ -108,3 +108,12 @@ RAGGED = (
     Case("int8-96x200", 96, 200, bits=8, layers=2),
     Case("int8-groups-64", 320, 56, bits=8, group_size=64),
 )
+# What served models multiply with, for compiling and timing. Llama's groups are AWQ's and GPTQ's,
+# with zero points (as minima); Kimi-K2.5's dense projections are whole, not INT4, except its
+# experts (`moe_int4`).
+ROWS_SERVED = (1, 8, 64, 512)
+LLAMA_8B_ZEROS = tuple(
+    dataclasses.replace(case, name=case.name.replace("llama-8b", "llama-8b-zeros"), minimum=True)
+    for case in LLAMA_8B[:5]
+)
+REAL = (*SMOLLM2, *LLAMA_8B, *LLAMA_8B_ZEROS)

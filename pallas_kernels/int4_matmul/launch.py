@@ -21,6 +21,7 @@ import jax
 from pallas_kernels.chips import CHIPS, Chip
 
 FEW_ROWS = 64
+MANY_BLOCK = 64  # rows of a program from which on weights are dequantised first
 ROWS_PER_DOT = 16  # the fewest that a tensor-core product takes
 COLUMNS_PER_WARP = 64  # eight columns of a product, eight levels of a 32-bit word
 WARPS_PER_MULTIPROCESSOR = 8  # that keep enough loads in flight
@@ -70,24 +71,28 @@ class Config:
     num_warps: int
     num_stages: int
 
-    def shared_bytes(self, problem: Problem) -> int:
-        """Upper bound of the shared memory of a program."""
-        weights = self.block_k * self.block_n * problem.bits // 8 * problem.matrices
+    def shared_bytes(self, problem: Problem, chip: Chip) -> int:
+        """Upper bound of the shared memory of a program; a test holds the compiler to it."""
+        count, scales = problem.matrices, 8 * self.block_n
+        weights = self.block_k * self.block_n * problem.bits // 8 * count
         activations = self.block_m * self.block_k * 2
-        staged = self.num_stages * (weights + activations)
-        if self.block_m <= FEW_ROWS:
+        if self.block_m < MANY_BLOCK:
+            # The compiler keeps one step less than it has stages.
+            staged = max(self.num_stages - 1, 1) * (weights + activations)
             return staged + SCRATCH_BYTES
-        # Many rows: the dequantised block, and accumulators on their way out.
-        dequantised = self.block_k * self.block_n * 2
-        return max(staged + dequantised, self.block_m * self.block_n * 4) + SCRATCH_BYTES
+        # Many rows: also scales, and dequantised blocks, which Hopper's and Blackwell's data-centre
+        # tensor cores read from shared memory; the others only change their layout there.
+        dequantised = self.block_k * self.block_n * 2 * (count if chip.capability[0] < 12 else 1)
+        staged = self.num_stages * (weights + activations + scales * count) + dequantised
+        return max(staged, self.block_m * self.block_n * 4) + SCRATCH_BYTES
 
 
 _TARGET: ContextVar[Chip | None] = ContextVar("target", default=None)
 
 
 @contextlib.contextmanager
-def compiling_for(chip: Chip) -> Iterator[None]:
-    """Traces inside choose launches for this chip, which need not be present."""
+def compiling_for(chip: Chip | None) -> Iterator[None]:
+    """Traces inside choose launches for this chip, which need not be present; None for the GPU."""
     token = _TARGET.set(chip)
     try:
         yield
@@ -114,15 +119,30 @@ def choose(problem: Problem, chip: Chip | None) -> Config:
     Raises:
         ValueError: nothing fits the chip's shared memory; tells the sizes.
     """
-    limits = chip or min(CHIPS.values(), key=lambda c: c.shared_memory_per_block)
+    limits = chip or smallest()
     tuned = _tuned(limits.name).get(_key(problem)) if chip else None
     config = tuned or (_few if problem.rows <= FEW_ROWS else _many)(problem, limits)
-    if config.shared_bytes(problem) > limits.shared_memory_per_block:
-        raise ValueError(
-            f"int4_matmul: {problem} needs {config.shared_bytes(problem)} bytes of shared memory "
-            f"as {config}, and {limits.name} has {limits.shared_memory_per_block} a block"
-        )
+    require_fit(config, problem, limits)
     return config
+
+
+def smallest() -> Chip:
+    """Stands in where no chip is known."""
+    return min(CHIPS.values(), key=lambda chip: chip.shared_memory_per_block)
+
+
+def require_fit(config: Config, problem: Problem, chip: Chip) -> None:
+    """Stops before a launch that the chip would refuse.
+
+    Raises:
+        ValueError: the program needs more shared memory than a block may have.
+    """
+    needed = config.shared_bytes(problem, chip)
+    if needed > chip.shared_memory_per_block:
+        raise ValueError(
+            f"int4_matmul: {problem} needs {needed} bytes of shared memory as {config}, "
+            f"and {chip.name} has {chip.shared_memory_per_block} a block"
+        )
 
 
 def step_inputs(group_size: int, most: int = 128) -> int:
@@ -160,10 +180,11 @@ def _few(problem: Problem, chip: Chip) -> Config:
         short = 1 + 0.05 * (4 // warps - 1)
         return (weights * short + partials) / min(1.0, programs * warps / wanted)
 
-    warps, split = min(((w, s) for w in (4, 2, 1) for s in splits), key=cost)
-    most = 4 // problem.matrices  # accumulators of more tiles of rows would not fit the registers
+    # Not two warps: the compiler then gives both the same columns.
+    warps, split = min(((w, s) for w in (4, 1) for s in splits), key=cost)
+    most = 2 // problem.matrices  # accumulators of more tiles of rows would not fit the registers
     tiles = min(1 << (-(-problem.rows // ROWS_PER_DOT) - 1).bit_length(), most)
-    return _fit(
+    return fit(
         Config(
             block_m=ROWS_PER_DOT * tiles,
             block_n=columns * warps,
@@ -179,7 +200,7 @@ def _few(problem: Problem, chip: Chip) -> Config:
 
 def _many(problem: Problem, chip: Chip) -> Config:
     """Blocks large enough for the tensor cores."""
-    return _fit(
+    return fit(
         Config(
             block_m=128,
             block_n=128,
@@ -193,9 +214,10 @@ def _many(problem: Problem, chip: Chip) -> Config:
     )
 
 
-def _fit(config: Config, problem: Problem, chip: Chip) -> Config:
+def fit(config: Config, problem: Problem, chip: Chip) -> Config:
     """Fewer stages until the shared memory suffices."""
-    while config.num_stages > 1 and config.shared_bytes(problem) > chip.shared_memory_per_block:
+    limit = chip.shared_memory_per_block
+    while config.num_stages > 1 and config.shared_bytes(problem, chip) > limit:
         config = dataclasses.replace(config, num_stages=config.num_stages - 1)
     return config
 

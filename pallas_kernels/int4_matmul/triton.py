@@ -22,6 +22,8 @@ from pallas_kernels.int4_matmul import launch
 from pallas_kernels.int4_matmul.launch import FEW_ROWS, ROWS_PER_DOT, Config, Problem
 from pallas_kernels.int4_matmul.stack import Stack
 
+INPUTS_PER_DOT = 32
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -161,14 +163,12 @@ class Block:
     column: Any
     shape: Shape
 
-    def load_words(self, first: Any, end: Any) -> Array:
-        """Words of one step, zero past the end of the group or of the matrix."""
+    def load_words(self, first: Any, end: Any, count: int) -> Array:
+        """Words of `count` inputs, zero past the end of the group or of the matrix."""
         s = self.shape
-        k, n = s.config.block_k, s.words
-        ref = self.words.at[(*self.at, pl.ds(first, k), pl.ds(self.column * n, n))]
-        mask = None
-        if s.problem.group_size % k:
-            mask = (first + jnp.arange(k) < end)[:, None]
+        n = s.words
+        ref = self.words.at[(*self.at, pl.ds(first, count), pl.ds(self.column * n, n))]
+        mask = None if end is None else (first + jnp.arange(count) < end)[:, None]
         inside = self.inside(n, s.problem.outputs // s.columns)
         if inside is not None:
             mask = inside[None] if mask is None else mask & inside[None]
@@ -182,8 +182,7 @@ class Block:
         inside = self.inside(n, s.problem.outputs)
         refs = (self.scale,) if self.minimum is None else (self.scale, self.minimum)
         return tuple(
-            _load(ref.at[(*self.at, group, pl.ds(self.column * n, n))], inside, 0.0)
-            for ref in refs
+            _load(ref.at[(*self.at, group, pl.ds(self.column * n, n))], inside, 0.0) for ref in refs
         )
 
     def inside(self, size: int, limit: int) -> Array | None:
@@ -228,7 +227,7 @@ def _inputs(step: Any, shape: Shape) -> tuple[Any, Any]:
 
 def stream(
     blocks: Sequence[Block],
-    load_rows: Sequence[Callable[[Any, Any], Array]],
+    load_rows: Sequence[Callable[[Any, Any, int], Array]],
     steps: tuple[Any, Any],
 ) -> list[list[Array]]:
     """Sums of products over some steps, for each matrix and each tile of 16 rows.
@@ -238,8 +237,8 @@ def stream(
 
     Args:
         blocks: one block of outputs of each matrix.
-        load_rows: for each tile, a function of a step's first input and its group's end that loads
-            `[16, block_k]` activations.
+        load_rows: for each tile, a function of a first input, its group's end (None where steps
+            fill groups) and a count that loads `[16, count]` activations.
         steps: first step, and one past the last.
     """
     shape = blocks[0].shape
@@ -249,51 +248,75 @@ def stream(
         sums, scales = carry
         # Scales feed no dot, so the compiler does not load them ahead; the loop's carry does.
         following = [block.load_scales(jnp.minimum(i + 1, last)) for block in blocks]
-        first, end = _inputs(i, shape)
-        rows = [load(first, end) for load in load_rows]
+        products = _group_products(i, blocks, load_rows)
         out = []
-        for block, group_scales, tiles in zip(blocks, scales, sums, strict=True):
-            words = block.load_words(first, end)
-            levels = block.levels(words, rows[0].dtype)
-            out.append(
-                [
-                    _add_group(x, levels, group_scales, total, shape)
-                    for x, total in zip(rows, tiles, strict=True)
-                ]
-            )
+        for group_scales, tiles, totals in zip(scales, products, sums, strict=True):
+            pairs = zip(tiles, totals, strict=True)
+            out.append([_add_scaled(tile, group_scales, total, shape) for tile, total in pairs])
         return out, following
 
     zeros = jnp.zeros((ROWS_PER_DOT, shape.config.block_n), jnp.float32)
     start = (
         [[zeros] * len(load_rows) for _ in blocks],
-        [block.load_scales(steps[0]) for block in blocks],
+        [block.load_scales(jnp.int32(steps[0])) for block in blocks],
     )
     return jax.lax.fori_loop(*steps, step, start)[0]
 
 
-def _add_group(
-    x: Array, levels: Sequence[Array], scales: tuple[Array, ...], total: Array, shape: Shape
+def _group_products(
+    step: Any, blocks: Sequence[Block], load_rows: Sequence[Callable[[Any, Any, int], Array]]
+) -> list[list[list[Array]]]:
+    """Products of one step with the bare levels.
+
+    For each matrix and tile: one `[16, words]` a column of the words, and where there are minima
+    the sums of the activations, of the same shape: by the tensor cores, so that they come in the
+    accumulators' layout.
+    """
+    first, end = _inputs(step, blocks[0].shape)
+    size = blocks[0].shape.config.block_k
+    # Short dots one after another: the levels of few inputs at a time are in registers.
+    short = min(size, INPUTS_PER_DOT)
+    products: list[list[list[Array]]] = [[[] for _ in load_rows] for _ in blocks]
+    for offset in range(0, size, short):
+        rows = [load(first + offset, end, short) for load in load_rows]
+        for block, tiles in zip(blocks, products, strict=True):
+            words = block.load_words(first + offset, end, short)
+            operands = block.levels(words, rows[0].dtype)
+            if block.minimum is not None:
+                operands.append(jnp.ones(words.shape, rows[0].dtype))
+            for t, x in enumerate(rows):
+                dots = [_dot(x, operand) for operand in operands]
+                seen = tiles[t] or [None] * len(dots)
+                tiles[t] = [_sum(a, b) for a, b in zip(seen, dots, strict=True)]
+    return products
+
+
+def _sum(a: Array | None, b: Array) -> Array:
+    return b if a is None else a + b
+
+
+def _add_scaled(
+    products: Sequence[Array], scales: tuple[Array, ...], total: Array, shape: Shape
 ) -> Array:
-    """Adds the product with one group to a tile's sums."""
+    """Adds a group's product times its scale, and its activations' sum times its minimum."""
 
     def wide(per_column: Array) -> Array:
         return jnp.broadcast_to(per_column.astype(jnp.float32)[None], total.shape)
 
+    count = shape.columns
     if len(scales) == 2:
-        # Sums of the activations, by the tensor cores and already in the accumulators' layout.
-        sums = _dot(x, jnp.ones(levels[0].shape, x.dtype))
-        total = _multiply_add(_interleave([sums] * shape.columns), wide(scales[1]), total, shape)
-    product = _interleave([_dot(x, level) for level in levels])
-    return _multiply_add(product, wide(scales[0]), total, shape)
+        sums = _interleave([products[count]] * count)
+        total = _multiply_add(sums, wide(scales[1]), total, shape)
+    return _multiply_add(_interleave(products[:count]), wide(scales[0]), total, shape)
 
 
 def _few_kernel(layer_ref: Any, x_ref: Any, *refs: Any, shape: Shape, minima: bool) -> None:
     """One block of rows, one of outputs, one part of the inputs."""
     config = shape.config
     row_block, column, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    blocks, residual_ref, out_ref = _unpack(refs, layer_ref, column, shape, minima)
+    blocks, residual_ref, out_ref = unpack(refs, (layer_ref[0],), column, shape, minima)
     starts = [row_block * config.block_m + t for t in range(0, config.block_m, ROWS_PER_DOT)]
-    loads = [functools.partial(_load_rows, x_ref, start, shape) for start in starts]
+    loads = [functools.partial(_load_rows, x_ref, start, shape, ROWS_PER_DOT) for start in starts]
     each = shape.steps // config.split_k
     sums = stream(blocks, loads, (part * each, (part + 1) * each))
     columns = pl.ds(column * config.block_n, config.block_n)
@@ -315,18 +338,19 @@ def _row_mask(start: Any, shape: Shape, count: int = ROWS_PER_DOT) -> Array | No
 
 
 def _load_rows(
-    x_ref: Any, start: Any, shape: Shape, first: Any, end: Any, *, count: int = ROWS_PER_DOT
+    x_ref: Any, start: Any, shape: Shape, rows: int, first: Any, end: Any, count: int
 ) -> Array:
-    """Activations `[count, block_k]` of a step; zeros in rows that are none and past the group."""
-    k = shape.config.block_k
-    mask = _row_mask(start, shape, count)
+    """Activations `[rows, count]` from row `start` on; zeros in rows that are none, and past the
+    end of the group.
+    """
+    mask = _row_mask(start, shape, rows)
     if end is not None:
-        within = (first + jnp.arange(k) < end)[None]
+        within = (first + jnp.arange(count) < end)[None]
         mask = within if mask is None else mask & within
-    return _load(x_ref.at[pl.ds(start, count), pl.ds(first, k)], mask, 0.0)
+    return _load(x_ref.at[pl.ds(start, rows), pl.ds(first, count)], mask, 0.0)
 
 
-def _finish(sums: Sequence[Array]) -> Array:
+def finish(sums: Sequence[Array]) -> Array:
     """Gate and up to `silu(gate) * up`; one matrix as it is."""
     if len(sums) == 1:
         return sums[0]
@@ -356,16 +380,16 @@ def _write(
     count, size = sums[0].shape
     here = (pl.ds(start, count), pl.ds(block.column * size, size))
     mask = _out_mask(start, block, count)
-    out = _finish(sums)
+    out = finish(sums)
     if residual_ref is not None:
         out = out + _load(residual_ref.at[here], mask, 0.0).astype(jnp.float32)
     pltriton.store(out_ref.at[here], out.astype(out_ref.dtype), mask=mask)
 
 
-def _unpack(
-    refs: Sequence[Any], layer_ref: Any, column: Any, shape: Shape, minima: bool
+def unpack(
+    refs: Sequence[Any], at: tuple[Any, ...], column: Any, shape: Shape, minima: bool
 ) -> tuple[list[Block], Any, Any]:
-    """A kernel's references after layer and activations: matrices, residual or None, output."""
+    """A kernel's last references: matrices, residual or None, output."""
     each = 3 if minima else 2
     count = shape.problem.matrices * each
     blocks = [
@@ -373,7 +397,7 @@ def _unpack(
             words=refs[m],
             scale=refs[m + 1],
             minimum=refs[m + 2] if minima else None,
-            at=(layer_ref[0],),
+            at=at,
             column=column,
             shape=shape,
         )
@@ -387,14 +411,14 @@ def _unpack(
 
 def dequantised(block: Block, step: Any, dtype: Any) -> Array:
     """Weights `[block_k, block_n]` of one step, rounded once to the activations' type."""
-    words = block.load_words(*_inputs(step, block.shape))
+    words = block.load_words(*_inputs(step, block.shape), block.shape.config.block_k)
     levels = _interleave(block.levels(words, dtype)).astype(jnp.float32)
     scale, *minimum = (s.astype(jnp.float32)[None] for s in block.load_scales(step))
     weights = levels * scale
     return (weights + minimum[0] if minimum else weights).astype(dtype)
 
 
-def product(blocks: Sequence[Block], load_rows: Callable[[Any, Any], Array]) -> list[Array]:
+def product(blocks: Sequence[Block], load_rows: Callable[[Any, Any, int], Array]) -> list[Array]:
     """Products of many rows with one block of outputs of each matrix.
 
     Many rows share a weight, so it is dequantised once and the sums stay in the tensor cores.
@@ -402,7 +426,7 @@ def product(blocks: Sequence[Block], load_rows: Callable[[Any, Any], Array]) -> 
     shape = blocks[0].shape
 
     def step(i: Any, sums: Any) -> Any:
-        x = load_rows(*_inputs(i, shape))
+        x = load_rows(*_inputs(i, shape), shape.config.block_k)
         return [
             total + _dot(x, dequantised(block, i, x.dtype))
             for block, total in zip(blocks, sums, strict=True)
@@ -415,9 +439,9 @@ def product(blocks: Sequence[Block], load_rows: Callable[[Any, Any], Array]) -> 
 def _many_kernel(layer_ref: Any, x_ref: Any, *refs: Any, shape: Shape, minima: bool) -> None:
     """One block of rows, one of outputs."""
     row_block, column = pl.program_id(0), pl.program_id(1)
-    blocks, residual_ref, out_ref = _unpack(refs, layer_ref, column, shape, minima)
+    blocks, residual_ref, out_ref = unpack(refs, (layer_ref[0],), column, shape, minima)
     start = row_block * shape.config.block_m
-    load = functools.partial(_load_rows, x_ref, start, shape, count=shape.config.block_m)
+    load = functools.partial(_load_rows, x_ref, start, shape, shape.config.block_m)
     _write(product(blocks, load), blocks[0], start, residual_ref, out_ref)
 
 
@@ -557,5 +581,5 @@ def _combine(
     sums = [parts[m] for m in range(matrices)]
     for i in range(matrices, parts.shape[0]):
         sums[i % matrices] = sums[i % matrices] + parts[i]
-    out = _finish(sums)
+    out = finish(sums)
     return out if residual is None else out + residual.astype(jnp.float32)
