@@ -42,7 +42,7 @@ def int4_matmul(
         ValueError: another layout, or sizes that the GPU kernels do not take.
     """
     if layout == "triton" and scale is not None:
-        # Deferred: importing the Triton backend warns, and needs no place in a CPU process.
+        # Deferred: where nothing runs on it, the deprecated backend need not exist.
         from pallas_kernels.int4_matmul import triton
 
         return triton.matmul(

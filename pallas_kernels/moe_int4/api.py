@@ -31,7 +31,7 @@ def moe_int4(
     if implementation == "reference":
         return reference.moe_int4(*arguments, bits=bits, group_size=group_size)
     if implementation == "triton":
-        # Deferred: importing the Triton backend warns, and needs no place in a CPU process.
+        # Deferred: where nothing runs on it, the deprecated backend need not exist.
         from pallas_kernels.moe_int4 import triton
 
         return triton.moe_int4(*arguments, bits=bits, group_size=group_size)
