@@ -1,0 +1,179 @@
+"""Launch configurations of attention: how rows, keys and the prefix are cut for a chip.
+
+Two regimes. Up to `FEW_ROWS` rows the tiles and parts are a function of everything but the number
+of rows, so that a token has the same bits in decoding and in verification. Beyond, arithmetic
+decides: tiles grow, and the prefix is divided only as far as the chip has room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels.chips import CHIPS, Chip
+
+FEW_ROWS = 64
+ROWS_PER_DOT = 16  # the fewest that a tensor-core product takes
+WIDE_DOT_ROWS = 64  # from here on Hopper and B200 read operands of a product from shared memory
+MOST_PARTS = 64
+FEWEST_TILES = 2  # of a part: joining parts costs more than walking a tile
+SCRATCH_BYTES = 2048  # of layout changes, reductions over warps and barriers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a launch is chosen for.
+
+    Attributes:
+        batch: sequences.
+        rows: n, query rows of a sequence; only their regime matters.
+        kv_heads: K.
+        group: query heads of one kv head.
+        head_dim: width of a key.
+        value_width: of a value.
+        shared_values: values are the first entries of the keys.
+        page_size: tokens of a page.
+        table_width: tokens that a page table can hold; 0 where there is no prefix.
+        itemsize: bytes of an entry.
+    """
+
+    batch: int
+    rows: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    value_width: int
+    shared_values: bool
+    page_size: int
+    table_width: int
+    itemsize: int = 2
+
+    @property
+    def latent(self) -> bool:
+        """Heads so wide that they decide how much fits a program."""
+        return self.head_dim > 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One launch.
+
+    Attributes:
+        block_m: rows of a program: nodes times query heads of one kv head.
+        block_kv: keys of one step of its loop.
+        splits: parts of the prefix at most, joined in order afterwards.
+        num_warps: of a program.
+        num_stages: steps in flight.
+    """
+
+    block_m: int
+    block_kv: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    def shared_bytes(self, problem: Problem, chip: Chip) -> int:
+        """Upper bound of the shared memory of a program."""
+        width, values = (
+            sum(piece.block for piece in pieces(0, n))
+            for n in (problem.head_dim, problem.value_width)
+        )
+        queries = self.block_m * width * problem.itemsize
+        keys = self.block_kv * width * problem.itemsize
+        values = 0 if problem.shared_values else self.block_kv * values * problem.itemsize
+        weights = self.block_m * self.block_kv * problem.itemsize
+        if self.block_m >= WIDE_DOT_ROWS and chip.capability < (12, 0):
+            return self.num_stages * (keys + values) + queries + SCRATCH_BYTES
+        # Warp-wide products take queries from registers, and need a value one step after its key.
+        late = max(self.num_stages - 1, 1)
+        walk = self.num_stages * keys + late * values + weights
+        return max(walk, queries) + SCRATCH_BYTES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns of a head that one block holds: `size` of them from `start`, `block` with padding."""
+
+    start: int
+    size: int
+    block: int
+
+
+def pieces(start: int, size: int) -> tuple[Piece, ...]:
+    """Cuts columns into blocks of a power of two, at least 16 wide: 576 is 512 + 64."""
+    found = []
+    while size:
+        block = max(1 << (size.bit_length() - 1), ROWS_PER_DOT)
+        found.append(Piece(start, min(size, block), block))
+        start, size = start + block, max(size - block, 0)
+    return tuple(found)
+
+
+def present_chip() -> Chip | None:
+    """The GPU that is present, or None where there is none or it is unknown."""
+    if jax.default_backend() != "gpu":
+        return None
+    kind = jax.devices()[0].device_kind
+    return next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
+
+
+def choose(problem: Problem, chip: Chip | None) -> Config:
+    """A launch for a problem.
+
+    Args:
+        problem: sizes.
+        chip: None stands for the least of all limits.
+
+    Raises:
+        ValueError: nothing fits the chip's shared memory; tells the sizes.
+    """
+    chip = chip or min(CHIPS.values(), key=lambda c: c.shared_memory_per_block)
+    few = problem.rows <= FEW_ROWS
+    block_m = _rows_of_a_program(problem, chip, few=few)
+    tiles = 1 if few else -(-problem.rows * problem.group // block_m)
+    for block_kv, num_stages in _steps(problem):
+        config = Config(
+            block_m=block_m,
+            block_kv=block_kv,
+            splits=_parts(problem, block_kv, chip, tiles),
+            num_warps=8 if problem.latent or block_m > 64 else 4,
+            num_stages=num_stages,
+        )
+        if config.shared_bytes(problem, chip) <= chip.shared_memory_per_block:
+            return config
+    raise ValueError(
+        f"tree_attention: {problem} needs {config.shared_bytes(problem, chip)} bytes of shared "
+        f"memory as {config}, and {chip.name} has {chip.shared_memory_per_block} a block"
+    )
+
+
+def _rows_of_a_program(problem: Problem, chip: Chip, *, few: bool) -> int:
+    """Rows of 16 nodes fill a tile; wide heads leave room for fewer."""
+    most = 64 if few or problem.head_dim > 128 else 128
+    if problem.latent and chip.capability >= (12, 0):
+        most = 16
+    wanted = min(problem.rows, 16) if not few else 16
+    return min(max(_power_of_two(wanted * problem.group), ROWS_PER_DOT), most)
+
+
+def _steps(problem: Problem) -> list[tuple[int, int]]:
+    """Keys of a step and steps in flight, the best first."""
+    if problem.latent:
+        return [(32, 3), (32, 2), (32, 1), (16, 2), (16, 1)]
+    if problem.head_dim <= 64:
+        return [(128, 3), (128, 2), (64, 3), (64, 2), (64, 1), (32, 1), (16, 1)]
+    return [(64, 3), (64, 2), (32, 3), (32, 2), (32, 1), (16, 2), (16, 1)]
+
+
+def _parts(problem: Problem, block_kv: int, chip: Chip, tiles: int) -> int:
+    """Parts that fill the chip twice, so that a long one finds company."""
+    programs = problem.batch * problem.kv_heads * tiles
+    longest = problem.table_width // (block_kv * FEWEST_TILES)
+    most = min(2 * chip.multiprocessors // programs, longest, MOST_PARTS)
+    return 1 << (max(most, 1).bit_length() - 1)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
