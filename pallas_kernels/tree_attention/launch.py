@@ -7,7 +7,6 @@ decides: tiles grow, and the prefix is divided only as far as the chip has room.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -76,20 +75,21 @@ class Config:
 
     def shared_bytes(self, problem: Problem, chip: Chip) -> int:
         """Upper bound of the shared memory of a program."""
-        width, values = (
+        width, value_width = (
             sum(piece.block for piece in pieces(0, n))
             for n in (problem.head_dim, problem.value_width)
         )
-        queries = self.block_m * width * problem.itemsize
-        keys = self.block_kv * width * problem.itemsize
-        values = 0 if problem.shared_values else self.block_kv * values * problem.itemsize
-        weights = self.block_m * self.block_kv * problem.itemsize
+        read = width if problem.shared_values else width + value_width
+        queries = self.block_m * width
+        keys = self.block_kv * read
         if self.block_m >= WIDE_DOT_ROWS and chip.capability < (12, 0):
-            return self.num_stages * (keys + values) + queries + SCRATCH_BYTES
-        # Warp-wide products take queries from registers, and need a value one step after its key.
-        late = max(self.num_stages - 1, 1)
-        walk = self.num_stages * keys + late * values + weights
-        return max(walk, queries) + SCRATCH_BYTES
+            # B200's tensor memory does not hold wide accumulators: they are rescaled through here.
+            spilled = problem.latent and chip.capability >= (10, 0)
+            entries = self.num_stages * keys + queries + spilled * self.block_m * value_width
+        else:
+            in_flight = max(self.num_stages - 1, 1)
+            entries = in_flight * keys + queries + self.block_m * self.block_kv
+        return entries * problem.itemsize + SCRATCH_BYTES
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def choose(problem: Problem, chip: Chip | None) -> Config:
     few = problem.rows <= FEW_ROWS
     block_m = _rows_of_a_program(problem, chip, few=few)
     tiles = 1 if few else -(-problem.rows * problem.group // block_m)
-    for block_kv, num_stages in _steps(problem):
+    for block_kv, num_stages in _steps(problem, chip):
         config = Config(
             block_m=block_m,
             block_kv=block_kv,
@@ -153,18 +153,17 @@ def _rows_of_a_program(problem: Problem, chip: Chip, *, few: bool) -> int:
     """Rows of 16 nodes fill a tile; wide heads leave room for fewer."""
     most = 64 if few or problem.head_dim > 128 else 128
     if problem.latent and chip.capability >= (12, 0):
-        most = 16
-    wanted = min(problem.rows, 16) if not few else 16
-    return min(max(_power_of_two(wanted * problem.group), ROWS_PER_DOT), most)
+        most = 32
+    nodes = ROWS_PER_DOT if few else problem.rows
+    return min(max(_power_of_two(nodes * problem.group), ROWS_PER_DOT), most)
 
 
-def _steps(problem: Problem) -> list[tuple[int, int]]:
-    """Keys of a step and steps in flight, the best first."""
-    if problem.latent:
-        return [(32, 3), (32, 2), (32, 1), (16, 2), (16, 1)]
-    if problem.head_dim <= 64:
-        return [(128, 3), (128, 2), (64, 3), (64, 2), (64, 1), (32, 1), (16, 1)]
-    return [(64, 3), (64, 2), (32, 3), (32, 2), (32, 1), (16, 2), (16, 1)]
+def _steps(problem: Problem, chip: Chip) -> list[tuple[int, int]]:
+    """Keys of a step and steps in flight, the best first. With one in flight keys lie twice."""
+    if problem.latent or (problem.head_dim > 128 and chip.capability >= (12, 0)):
+        return [(32, 3), (32, 2), (16, 2)]
+    long = [(128, 3), (128, 2)] if problem.head_dim <= 64 and chip.capability < (12, 0) else []
+    return [*long, (64, 3), (64, 2), (32, 2), (16, 2)]
 
 
 def _parts(problem: Problem, block_kv: int, chip: Chip, tiles: int) -> int:
