@@ -114,7 +114,7 @@ device_description_str: "{chip.device_kind}"
 """
 
 
-def absent_devices(chip: Chip, count: int = 1) -> Sequence[jax.Device]:
+def absent_devices(chip: Chip, count: int = 1) -> Sequence[Any]:
     """Devices to compile for and to shard over; nothing can run on them."""
     topology = f"1x1x{count}"
     described = topologies.get_topology_desc(

@@ -11,7 +11,13 @@ from pathlib import Path
 from checkpoints.catalogue import DEFAULT_MODEL, model_path, shipped_drafter
 from checkpoints.eagle3 import DrafterCheckpoint, read_drafter
 from checkpoints.target import TargetCheckpoint, read_target
-from eaglejax.backend import drafter_weights, resolve, stored_weights, target_weights
+from eaglejax.backend import (
+    drafter_weights,
+    implementation,
+    resolve,
+    stored_weights,
+    target_weights,
+)
 from eaglejax.config import GREEDY, EngineConfig, SamplingParams, default_feature_layers
 from eaglejax.engine.engine import Engine
 from eaglejax.engine.request import Completion, Prompt
@@ -66,7 +72,7 @@ def start(
         config: how to run; "auto" values are resolved here if they were not before.
     """
     config = resolve(config)
-    kernels = "cpu" if config.kernels == "cpu" else "reference"
+    kernels = implementation(config)
     features = default_feature_layers(target.config.num_layers)
     weights = target_weights(target.params, config)
     if drafter is None:

@@ -308,12 +308,13 @@ class EngineConfig:
         plan: what one speculative step drafts.
         plans: with "auto", the plans to choose from beside plain; empty is `plan` alone.
         overlap: dispatch a step before the one before it has been read.
-        kernels: "cpu" runs the native CPU kernels, "reference" plain XLA; "auto" takes the kernels
-            where they run, which is decided and logged once, at start.
+        kernels: "cpu" runs the native CPU kernels, "triton" the GPU kernels, "reference" plain XLA;
+            "auto" takes the kernels where they run, which is decided and logged once, at start.
         weights: "float32" dequantises once, at load; "int4" keeps quantised weights as they are;
             "auto" is "int4" with the kernels and "float32" without.
         activations: what INT4 weights meet in the kernels: "int8" quantises activations to 8 bits
-            in groups of 32 (W4A8), "float32" does not and is slower; "auto" is "int8" there.
+            in groups of 32 (W4A8), "float32" does not and is slower; "auto" is "int8" there. The
+            GPU kernels know "bfloat16" alone, for activations and caches.
         prefill_chunks: chunk sizes a prompt is cut into, each one compiled program.
         prefill_budget: prompt tokens between two steps while requests decode; at least one chunk
             of the smallest size is run.
@@ -329,9 +330,9 @@ class EngineConfig:
     plan: SpecPlan = SpecPlan(3, 1, 4)
     plans: tuple[SpecPlan, ...] = ()
     overlap: bool = True
-    kernels: Literal["auto", "cpu", "reference"] = "auto"
+    kernels: Literal["auto", "cpu", "triton", "reference"] = "auto"
     weights: Literal["auto", "float32", "int4"] = "auto"
-    activations: Literal["auto", "int8", "float32"] = "auto"
+    activations: Literal["auto", "int8", "bfloat16", "float32"] = "auto"
     prefill_chunks: tuple[int, ...] = (32, 128, 512)
     prefill_budget: int = 128
 
@@ -354,9 +355,9 @@ class EngineConfig:
                 isinstance(plan, SpecPlan) and not plan.is_plain, "plans", plan, "speculative plans"
             )
         for field, choices in (
-            ("kernels", ("auto", "cpu", "reference")),
+            ("kernels", ("auto", "cpu", "triton", "reference")),
             ("weights", ("auto", "float32", "int4")),
-            ("activations", ("auto", "int8", "float32")),
+            ("activations", ("auto", "int8", "bfloat16", "float32")),
         ):
             value = getattr(self, field)
             _require(value in choices, field, value, f"one of {', '.join(choices)}")

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from cpu_kernels.packing import matrix_shape, pack, unpack_columns
 from pallas_kernels.int4_matmul.reference import affine, dequantise_arrays, pack_int4
 
-Layout = Literal["kn", "cpu8", "cpu8-float"]
+Layout = Literal["kn", "cpu8", "cpu8-float", "triton"]
 
 
 class QuantTensor(struct.PyTreeNode):
@@ -31,7 +31,8 @@ class QuantTensor(struct.PyTreeNode):
         group_size: inputs that share a scale.
         layout: how `values` lies in memory. "kn" is the row-major layout above; "cpu8" is that of
             `cpu_kernels.packing`, with scales and minima inside `values`, for activations quantised
-            to 8 bits; "cpu8-float" is the same for activations that stay float32.
+            to 8 bits; "cpu8-float" is the same for activations that stay float32. "triton" is "kn"
+            for the GPU kernels.
     """
 
     values: UInt8[Array, "..."] | Int[Array, "..."]

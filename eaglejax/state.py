@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eaglejax.cache import CacheView, PagedCache
 from eaglejax.config import MAX_STOP_IDS, DrafterConfig, EngineConfig, SamplingParams, TargetConfig
 from eaglejax.sampling import SamplingRows
+from pallas_kernels.implementation import activation_dtype
 
 RING = 16  # pending pairs a slot can hold; a plan's depth + 1 must fit
 NO_TOKEN = -1  # pads stop ids: no token has it
@@ -109,7 +110,11 @@ class EngineState(struct.PyTreeNode):
     def create(
         cls, engine: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None
     ) -> EngineState:
-        """An empty state; slot i has pages i*n .. (i+1)*n - 1 where there are enough."""
+        """An empty state; slot i has pages i*n .. (i+1)*n - 1 where there are enough.
+
+        Caches and pending features are of the type that the engine's kernels compute in.
+        """
+        dtype = activation_dtype("triton" if engine.kernels == "triton" else "reference")
         count, per_slot, pages = engine.max_slots, engine.pages_per_slot, engine.total_pages
         table = jnp.arange(count * per_slot, dtype=jnp.int32).reshape(count, per_slot) % pages
 
@@ -120,6 +125,7 @@ class EngineState(struct.PyTreeNode):
                 page_size=engine.page_size,
                 kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
+                dtype=dtype,
                 kernels="cpu" if engine.kernels == "cpu" else "reference",
             )
 
@@ -145,7 +151,8 @@ class EngineState(struct.PyTreeNode):
         ring = None
         if drafter is not None:
             ring = PendingRing(
-                jnp.zeros((count, RING, drafter.feature_size)), jnp.zeros((count, RING), jnp.int32)
+                jnp.zeros((count, RING, drafter.feature_size), dtype),
+                jnp.zeros((count, RING), jnp.int32),
             )
         return cls(
             target=pool(target.num_layers, target),

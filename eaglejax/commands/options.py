@@ -51,10 +51,10 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option(
                 "--kernels",
-                type=click.Choice(["auto", "cpu", "reference"]),
+                type=click.Choice(["auto", "cpu", "triton", "reference"]),
                 default="auto",
                 show_default=True,
-                help="Native CPU kernels, or plain XLA.",
+                help="Native CPU kernels, GPU kernels, or plain XLA.",
             ),
             click.option(
                 "--weights",
@@ -65,7 +65,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option(
                 "--activations",
-                type=click.Choice(["auto", "int8", "float32"]),
+                type=click.Choice(["auto", "int8", "bfloat16", "float32"]),
                 default="auto",
                 show_default=True,
                 help="What INT4 weights meet in the kernels; float32 is exact and slower.",

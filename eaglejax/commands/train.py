@@ -74,7 +74,7 @@ def train(**options: Any) -> None:
     from checkpoints.catalogue import model_path
     from checkpoints.eagle3 import read_drafter, write_drafter
     from checkpoints.target import read_target
-    from eaglejax.backend import resolve, stored_weights, target_weights
+    from eaglejax.backend import implementation, resolve, stored_weights, target_weights
     from eaglejax.config import EngineConfig
     from eaglejax.train.data import TokenFile
     from eaglejax.train.loop import train
@@ -100,7 +100,7 @@ def train(**options: Any) -> None:
             target_weights(target.params, engine),
             drafter,
             tokens,
-            kernels="cpu" if engine.kernels == "cpu" else "reference",
+            kernels=implementation(engine),
             earlier=earlier or None,
             started=display.started,
             report=display.report,

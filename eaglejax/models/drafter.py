@@ -12,7 +12,7 @@ from eaglejax.config import DrafterConfig
 from eaglejax.models.fused import decoder_layers, fusable
 from eaglejax.models.layers import MLP, Attention, FreshKV, Linear, RMSNorm, lookup
 from eaglejax.models.rotary import rotary_angles
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, activation_dtype
 
 
 class DrafterOutput(struct.PyTreeNode):
@@ -56,7 +56,7 @@ class Drafter(nn.Module):
         self.mlp_norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
         self.mlp = MLP(c.intermediate_size, kernels=self.kernels)
         self.norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
-        self.head = Linear(c.draft_vocab_size)
+        self.head = Linear(c.draft_vocab_size, dtype=jnp.float32)
         self.embedding = self.variable(
             "vocab", "embedding", lambda: jnp.zeros((c.vocab_size, c.hidden_size))
         )
@@ -66,6 +66,7 @@ class Drafter(nn.Module):
 
     def fuse(self, features: Float[Array, "B n F"]) -> Float[Array, "B n D"]:
         """Target features to the drafter's width; the hidden state of a row with a true feature."""
+        features = features.astype(activation_dtype(self.kernels))
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:

@@ -26,6 +26,7 @@ from pallas_kernels.swiglu.api import swiglu
 from pallas_kernels.tree_attention.api import tree_attention
 
 LayerIndex = Int[Array, ""] | int
+DENSE_ROWS = 64  # rows of a bfloat16 product are padded to multiples of this
 
 
 class FreshKV(struct.PyTreeNode):
@@ -42,15 +43,44 @@ class FreshKV(struct.PyTreeNode):
         return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=-3), self, other)
 
 
+def dense(
+    x: Float[Array, "*rows K"], weight: Float[Array, "K N"], dtype: Any
+) -> Float[Array, "*rows N"]:
+    """`x @ weight` with float32 accumulation, for weights that are not quantised.
+
+    Args:
+        x: rows, float32 or bfloat16.
+        weight: taken in x's own type.
+        dtype: of the result.
+    """
+    if x.dtype != jnp.bfloat16:
+        return jnp.matmul(x, weight, precision="highest").astype(dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    count = rows.shape[0]
+    # One shape for 1 to 64 rows, so that decoding and verifying run the same program here and give
+    # a row the same bits; the weights are read once either way.
+    rows = jnp.pad(rows, ((0, -count % DENSE_ROWS), (0, 0)))
+    out = jnp.matmul(rows, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    return out[:count].astype(dtype).reshape(*x.shape[:-1], -1)
+
+
 class Linear(nn.Module):
-    """`x @ kernel[layer]` without bias; kernel `[L, K, N]`, float or quantised."""
+    """`x @ kernel[layer]` without bias; kernel `[L, K, N]`, float or quantised.
+
+    Attributes:
+        features: N.
+        layers: L.
+        dtype: of the result; None is x's own.
+    """
 
     features: int
     layers: int = 1
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*rows K"], layer: LayerIndex = 0) -> Array:
         kernel = self._kernel(x.shape[-1])
+        dtype = self.dtype or x.dtype
         if isinstance(kernel, QuantTensor):
             return int4_matmul(
                 x,
@@ -61,8 +91,8 @@ class Linear(nn.Module):
                 bits=kernel.bits,
                 group_size=kernel.group_size,
                 layout=kernel.layout,
-            )
-        return jnp.matmul(x, kernel[layer], precision="highest")
+            ).astype(dtype)
+        return dense(x, kernel[layer], dtype)
 
     def _kernel(self, inputs: int) -> Array | QuantTensor:
         # `self.param` would compare a QuantTensor with the float shape and refuse it.
@@ -153,7 +183,7 @@ class Attention(nn.Module):
             ancestors,
             *prefix,
             implementation=self.kernels,
-        )
+        ).astype(x.dtype)
         return self.o(out.reshape(*x.shape[:2], -1), layer), own
 
 
@@ -183,7 +213,7 @@ class Embed(nn.Module):
         return lookup(self.table, ids)
 
     def attend(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Logits of a head tied to this embedding."""
+        """Logits of a head tied to this embedding, float32."""
         if isinstance(self.table, QuantTensor):
             table = self.table
             scale, minimum = (None if x is None else x[None] for x in (table.scale, table.minimum))
@@ -196,5 +226,7 @@ class Embed(nn.Module):
                 bits=table.bits,
                 group_size=table.group_size,
                 layout=table.layout,
-            )
+            ).astype(jnp.float32)
+        if x.dtype == jnp.bfloat16:
+            return dense(x, self.table.T, jnp.float32)
         return jnp.einsum("...d,vd->...v", x, self.table, precision="highest")

@@ -61,7 +61,8 @@ def rotary_angles(
 def apply_rotary(
     x: Float[Array, "B N H h"], cos: Float[Array, "B N a"], sin: Float[Array, "B N a"]
 ) -> Float[Array, "B N H h"]:
-    """Rotates the pairs (i, i + h/2) of each head."""
+    """Rotates the pairs (i, i + h/2) of each head, in float32; the result is of x's own type."""
     left, right = jnp.split(x, 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -12,7 +12,7 @@ from eaglejax.config import TargetConfig
 from eaglejax.models.fused import decoder_layers, fusable
 from eaglejax.models.layers import MLP, Attention, Embed, FreshKV, Linear, RMSNorm
 from eaglejax.models.rotary import rotary_angles
-from pallas_kernels.implementation import Implementation
+from pallas_kernels.implementation import Implementation, activation_dtype
 
 
 class TargetOutput(struct.PyTreeNode):
@@ -89,7 +89,7 @@ class Target(nn.Module):
         self.layers = scan(c, self.kernels)
         self.norm = RMSNorm(c.rms_norm_eps, kernels=self.kernels)
         if not c.tie_embeddings:
-            self.head = Linear(c.vocab_size)
+            self.head = Linear(c.vocab_size, dtype=jnp.float32)
 
     def __call__(
         self,
@@ -107,7 +107,7 @@ class Target(nn.Module):
             cache: the committed prefix, or None where there is none.
         """
         rotary = rotary_angles(positions, self.config.rope, self.config.head_dim)
-        x = self.embed(tokens)
+        x = self.embed(tokens).astype(activation_dtype(self.kernels))
         stack = self.variables["params"].get("layers", {})
         if stack and fusable(self.kernels, stack, self.config.head_dim):
             x, features, kv = decoder_layers(
@@ -126,7 +126,7 @@ class Target(nn.Module):
         return TargetOutput(self.norm(x), features, fresh_kv)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Next-token logits of rows after the final norm."""
+        """Next-token logits of rows after the final norm, float32."""
         if self.config.tie_embeddings:
             return self.embed.attend(hidden)
         return self.head(hidden)

@@ -13,8 +13,8 @@ def rms_norm(
     layer: Int[Array, ""] | int,
     eps: float | Float[Array, ""],
 ) -> Float[Array, "*rows D"]:
-    """`x / sqrt(mean(x**2) + eps) * scale[layer]`, variance in float32."""
+    """`x / sqrt(mean(x**2) + eps) * scale[layer]` in float32, rounded once to x's own type."""
     wide = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    normed = (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
-    return normed * scale[layer].reshape((1,) * (x.ndim - 1) + (-1,))
+    normed = wide * jax.lax.rsqrt(variance + eps)
+    return (normed * scale[layer].reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
