@@ -1,7 +1,8 @@
 """Compiling for a GPU that is not present, and reading what the compiler made of each kernel.
 
 XLA's whole GPU compiler runs without a GPU when it is told the chip's numbers; it refuses a kernel
-that asks for more shared memory than the chip has. `ptxas` then tells registers and spills.
+that asks for more shared memory than the chip has. `ptxas` then tells registers and spills, and
+`cuobjdump` shows the machine code.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +27,18 @@ EXTRA = "eaglejax[aot]"
 REGISTERS_PER_MULTIPROCESSOR = 65_536
 RESERVED_SHARED_BYTES = 1024  # of each resident block, by the driver
 THUNK = re.compile(
-    r"^\s*\d+: kCustomKernel .*?\] (\S+) grid: \[(.*?)\] threads: \[(\d+).*shared_memory: (\d+)",
-    re.MULTILINE,
+    r"\s*\d+: k(?:Custom)?Kernel .*?\] (\S+) grid: \[(.*?)\] threads: \[(\d+).*shared_memory: (\d+)"
 )
-TENSOR_CORE = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
+COMMAND_BUFFER = re.compile(r"^( *)\d+: kCommandBuffer")
+NESTED = re.compile(r"^( *)\d+: ")
+PALLAS = re.compile(r'\bname = "([^"]+)", num_stages = \d+ : i32, num_warps')
+# Machine code: HMMA of Ampere and consumer Blackwell, HGMMA of Hopper, UTC*MMA of Blackwell B200.
+TENSOR_CORE = re.compile(r"\b(?:[HIQOD]MMA|[HIQ]GMMA|UTC[A-Z]*MMA)\b")
+# CUDA 12 and 13: the plugin, its package, the folder of ptxas below `nvidia`, and its package.
+TOOLCHAINS = (
+    ("xla_cuda12", "jax-cuda12-plugin", "cuda_nvcc/bin", "nvidia-cuda-nvcc-cu12"),
+    ("xla_cuda13", "jax-cuda13-plugin", "cu13/bin", "nvidia-cuda-nvcc"),
+)
 
 
 class MissingCompiler(RuntimeError):
@@ -37,7 +47,7 @@ class MissingCompiler(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one compiled kernel takes of a multiprocessor.
+    """What one launch of a compiled kernel takes of a multiprocessor.
 
     Attributes:
         name: of the `pallas_call`, or XLA's own for a fusion.
@@ -47,7 +57,9 @@ class KernelResources:
         spill_bytes: stored to and loaded from local memory, a thread.
         shared_bytes: a block.
         blocks_per_multiprocessor: resident at once.
-        tensor_core_instructions: in the machine-independent code.
+        tensor_core_instructions: in the machine code.
+        pallas: one of ours; else a fusion of XLA's.
+        in_command_buffer: launched as part of a CUDA graph.
     """
 
     name: str
@@ -58,28 +70,81 @@ class KernelResources:
     shared_bytes: int
     blocks_per_multiprocessor: int
     tensor_core_instructions: int
+    pallas: bool
+    in_command_buffer: bool
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program for an absent GPU: XLA's executable and every kernel that it launches, in order."""
+    """A program for an absent GPU.
+
+    Attributes:
+        executable: XLA's.
+        seconds: that tracing and compiling took.
+        kernels: all that it launches, in order; the body of a loop once.
+    """
 
     executable: jax.stages.Compiled
+    seconds: float
     kernels: tuple[KernelResources, ...]
+
+    @property
+    def pallas_kernels(self) -> tuple[KernelResources, ...]:
+        """Those that are ours."""
+        return tuple(kernel for kernel in self.kernels if kernel.pallas)
 
 
 def prepare() -> None:
     """Lets JAX load the CUDA compiler without a GPU. Call before anything uses a JAX device.
 
+    JAX runs on the CPU from then on, also where there is a GPU.
+
     Raises:
         MissingCompiler: a package of the extra is missing.
     """
-    for module, package in (("jax_plugins.xla_cuda12", "jax-cuda12-plugin"),):
-        if importlib.util.find_spec("jax_plugins") is None or not importlib.util.find_spec(module):
-            raise MissingCompiler(f"{package} is not installed: pip install '{EXTRA}'")
-    _ptxas()
+    toolchain()
+    _disassembler()
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # that there is no driver is known
+    jax.config.update("jax_platforms", "cpu")
+
+
+def toolchain() -> Path:
+    """The ptxas that goes with the installed plugin.
+
+    Raises:
+        MissingCompiler: there is no plugin, or no ptxas.
+    """
+    found = [t for t in TOOLCHAINS if _folders("jax_plugins." + t[0])]
+    if not found:
+        raise _missing(TOOLCHAINS[0][1])
+    _, _, folder, package = found[0]
+    for root in _folders("nvidia"):
+        path = root / folder / "ptxas"
+        if path.exists():
+            return path
+    raise _missing(package)
+
+
+def _folders(module: str) -> list[Path]:
+    """Where a package lies, without importing it; nowhere if it is not installed."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # the package above it
+        return []
+    return [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+
+
+def _missing(package: str) -> MissingCompiler:
+    return MissingCompiler(f"{package} is not installed: pip install '{EXTRA}'")
+
+
+def _disassembler() -> Path:
+    for root in _folders("triton"):
+        path = root / "backends" / "nvidia" / "bin" / "cuobjdump"
+        if path.exists():
+            return path
+    raise _missing("triton (for its cuobjdump)")
 
 
 def target_config(chip: Chip) -> str:
@@ -127,7 +192,10 @@ def absent_devices(chip: Chip, count: int = 1) -> Sequence[Any]:
 
 
 def compile_for(
-    chip: Chip, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+    chip: Chip,
+    function: Callable[..., Any],
+    *arguments: Any,
+    donate: tuple[int, ...] = (),
 ) -> Compiled:
     """Compiles a function for one GPU.
 
@@ -147,28 +215,60 @@ def compile_for(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
     jitted = jax.jit(function, donate_argnums=donate)
+    started = time.perf_counter()
     lowered = jitted.lower(*jax.tree.map(shape, arguments))
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_emitter_re": ".*"}
         executable = lowered.compile(compiler_options=options)
-        return Compiled(executable, _resources(chip, Path(folder)))
+        seconds = time.perf_counter() - started
+        names = frozenset(PALLAS.findall(executable.as_text() or ""))
+        return Compiled(executable, seconds, _resources(chip, Path(folder), names))
 
 
-def _resources(chip: Chip, dump: Path) -> tuple[KernelResources, ...]:
-    """Reads XLA's dump: launches from the thunk sequence, the rest from ptxas."""
+def _resources(chip: Chip, dump: Path, pallas_names: frozenset[str]) -> tuple[KernelResources, ...]:
+    """Reads XLA's dump: launches from the thunk sequence, the rest from ptxas and cuobjdump."""
     compiled: dict[str, tuple[int, int, int]] = {}
     for ptx in sorted(dump.glob("*.ptx")):
-        if ptx.stat().st_size:
-            compiled |= _ptxas_report(chip, ptx)
+        if ".entry" in ptx.read_text():
+            compiled |= _machine_code(chip, ptx)
     found = []
-    for sequence in dump.glob("*thunk_sequence.txt"):
-        for name, grid, threads, shared in THUNK.findall(sequence.read_text()):
-            found.append(_kernel(chip, name, grid, int(threads), int(shared), compiled[name]))
+    # The second file is written only where a pass (command buffers) changed the first.
+    sequences = list(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
+    for sequence in sequences or dump.glob("*thunk_sequence.txt"):
+        for line, in_graph in _with_command_buffers(sequence.read_text()):
+            launch = THUNK.match(line)
+            if launch is None:
+                continue
+            name, grid, threads, shared = launch.groups()
+            ours = name in pallas_names or re.sub(r"_+\d+$", "", name) in pallas_names
+            numbers = (int(threads), int(shared), compiled[name])
+            found.append(_kernel(chip, name, grid, *numbers, ours, in_graph))
     return tuple(found)
 
 
+def _with_command_buffers(sequence: str) -> list[tuple[str, bool]]:
+    """Lines of a thunk sequence, and whether each lies inside a command buffer."""
+    lines, depth = [], None
+    for line in sequence.splitlines():
+        start = NESTED.match(line)
+        indent = len(start[1]) if start else 0
+        if depth is not None and indent <= depth:
+            depth = None
+        if COMMAND_BUFFER.match(line):
+            depth = indent
+        lines.append((line, depth is not None))
+    return lines
+
+
 def _kernel(
-    chip: Chip, name: str, grid: str, threads: int, shared: int, code: tuple[int, int, int]
+    chip: Chip,
+    name: str,
+    grid: str,
+    threads: int,
+    shared: int,
+    code: tuple[int, int, int],
+    pallas: bool,
+    in_graph: bool,
 ) -> KernelResources:
     registers, spills, tensor = code
     x, y, z = (int(n) for n in grid.split(","))
@@ -177,40 +277,27 @@ def _kernel(
         REGISTERS_PER_MULTIPROCESSOR // (threads * -(-registers // 8) * 8),
         chip.shared_memory_per_multiprocessor // (shared + RESERVED_SHARED_BYTES),
     )
-    return KernelResources(name, (x, y, z), threads, registers, spills, shared, resident, tensor)
-
-
-def _ptxas_report(chip: Chip, ptx: Path) -> dict[str, tuple[int, int, int]]:
-    """Registers, spilled bytes and tensor-core instructions of each kernel of a PTX file."""
-    run = subprocess.run(
-        [_ptxas(), "-v", f"-arch={chip.arch}", "-o", os.devnull, ptx],
-        capture_output=True,
-        text=True,
-        check=True,
+    return KernelResources(
+        name, (x, y, z), threads, registers, spills, shared, resident, tensor, pallas, in_graph
     )
+
+
+def _machine_code(chip: Chip, ptx: Path) -> dict[str, tuple[int, int, int]]:
+    """Registers, spilled bytes and tensor-core instructions of each kernel of a PTX file."""
+    cubin = ptx.with_suffix(".cubin")
+    log = _run(toolchain(), "-v", f"-arch={chip.arch}", "-o", cubin, ptx).stderr
+    functions = _run(_disassembler(), "-sass", cubin).stdout.split("Function : ")[1:]
+    tensor = {f.split(None, 1)[0]: len(TENSOR_CORE.findall(f)) for f in functions}
     report: dict[str, tuple[int, int, int]] = {}
-    text = ptx.read_text()
-    bodies = {
-        match[1]: body
-        for match, body in (
-            (re.match(r"\s*(\w+)\(", part), part) for part in text.split(".visible .entry")[1:]
-        )
-        if match
-    }
     for name, rest in re.findall(
-        r"entry function '(\w+)'(.*?)(?=ptxas info\s+: Compiling entry|\Z)", run.stderr, re.DOTALL
+        r"entry function '(\w+)'(.*?)(?=ptxas info\s+: Compiling entry|\Z)", log, re.DOTALL
     ):
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill", rest)]
         used = re.search(r"Used (\d+) registers", rest)
-        assert used is not None, run.stderr
-        report[name] = (int(used[1]), sum(spills), len(TENSOR_CORE.findall(bodies[name])))
+        assert used is not None, log
+        report[name] = (int(used[1]), sum(spills), tensor[name])
     return report
 
 
-def _ptxas() -> str:
-    spec = importlib.util.find_spec("nvidia")
-    for folder in spec.submodule_search_locations or () if spec else ():
-        path = Path(folder) / "cuda_nvcc" / "bin" / "ptxas"
-        if path.exists():
-            return str(path)
-    raise MissingCompiler(f"nvidia-cuda-nvcc-cu12 is not installed: pip install '{EXTRA}'")
+def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True)

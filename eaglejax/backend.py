@@ -140,7 +140,7 @@ def drafter_weights(variables: Any, config: EngineConfig) -> Any:
 
 
 def _for_gpu(variables: Any) -> Any:
-    """INT4 matrices in the GPU kernels' layout; all others, and embeddings, in bfloat16.
+    """Quantised matrices in the GPU kernels' layout; float ones in bfloat16.
 
     Scales of norms stay float32: they are small, and multiply in float32.
     """
@@ -148,9 +148,15 @@ def _for_gpu(variables: Any) -> Any:
 
     def packed(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, QuantTensor):
-            if leaf.bits == 4:
+            columns = leaf.shape[-1]
+            if columns % (32 // leaf.bits) == 0:
                 return leaf.replace(layout="triton")
-            log.info("%s runs in bfloat16, not INT%d", jax.tree_util.keystr(path), leaf.bits)
+            log.warning(
+                "%s runs in bfloat16, not INT%d: %d outputs do not fill 32-bit words",
+                jax.tree_util.keystr(path),
+                leaf.bits,
+                columns,
+            )
             leaf = _floats(path, leaf)
         if getattr(path[-1], "key", None) in ("kernel", "embedding"):
             return leaf.astype(dtype)

@@ -9,6 +9,7 @@ import click
 
 from eaglejax.commands.bench import bench
 from eaglejax.commands.chat import chat
+from eaglejax.commands.compile import compile_command
 from eaglejax.commands.convert import convert
 from eaglejax.commands.eval import evaluate
 from eaglejax.commands.generate import generate
@@ -30,6 +31,7 @@ commands.add_command(serve)
 commands.add_command(train)
 commands.add_command(evaluate)
 commands.add_command(convert)
+commands.add_command(compile_command)
 
 
 def main() -> None:

@@ -98,7 +98,7 @@ class Module:
         self.computations: dict[str, list[Instruction]] = {}
         self.entry = ""
         current: list[Instruction] = []
-        for line in text.splitlines():
+        for line in text.split("\n"):  # a kernel's own code may hold other line ends
             if start := COMPUTATION.match(line):
                 current = self.computations[start[2]] = []
                 self.entry = start[2] if start[1] else self.entry
