@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels.chips import Chip
+from pallas_kernels.chips import Chip, compiling_for
 
 EXTRA = "eaglejax[aot]"
 REGISTERS_PER_MULTIPROCESSOR = 65_536
@@ -31,6 +31,7 @@ THUNK = re.compile(
 )
 COMMAND_BUFFER = re.compile(r"^( *)\d+: kCommandBuffer")
 NESTED = re.compile(r"^( *)\d+: ")
+ENTRY = re.compile(r"\.entry (\w+)\(")
 PALLAS = re.compile(r'\bname = "([^"]+)", num_stages = \d+ : i32, num_warps')
 # Machine code: HMMA of Ampere and consumer Blackwell, HGMMA of Hopper, UTC*MMA of Blackwell B200.
 TENSOR_CORE = re.compile(r"\b(?:[HIQOD]MMA|[HIQ]GMMA|UTC[A-Z]*MMA)\b")
@@ -46,18 +47,14 @@ class MissingCompiler(RuntimeError):
 
 
 @dataclass(frozen=True)
-class KernelResources:
-    """What one launch of a compiled kernel takes of a multiprocessor.
+class Launch:
+    """One launch of a kernel.
 
     Attributes:
         name: of the `pallas_call`, or XLA's own for a fusion.
-        grid: blocks launched.
+        grid: blocks.
         threads: a block.
-        registers: a thread.
-        spill_bytes: stored to and loaded from local memory, a thread.
         shared_bytes: a block.
-        blocks_per_multiprocessor: resident at once.
-        tensor_core_instructions: in the machine code.
         pallas: one of ours; else a fusion of XLA's.
         in_command_buffer: launched as part of a CUDA graph.
     """
@@ -65,13 +62,26 @@ class KernelResources:
     name: str
     grid: tuple[int, int, int]
     threads: int
-    registers: int
-    spill_bytes: int
     shared_bytes: int
-    blocks_per_multiprocessor: int
-    tensor_core_instructions: int
     pallas: bool
     in_command_buffer: bool
+
+
+@dataclass(frozen=True)
+class KernelResources(Launch):
+    """What a launch takes of a multiprocessor.
+
+    Attributes:
+        registers: a thread.
+        spill_bytes: stored to and loaded from local memory, a thread.
+        blocks_per_multiprocessor: resident at once.
+        tensor_core_instructions: in the machine code.
+    """
+
+    registers: int
+    spill_bytes: int
+    blocks_per_multiprocessor: int
+    tensor_core_instructions: int
 
 
 @dataclass(frozen=True)
@@ -81,17 +91,14 @@ class Compiled:
     Attributes:
         executable: XLA's.
         seconds: that tracing and compiling took.
-        kernels: all that it launches, in order; the body of a loop once.
+        launches: of all kernels, in order; the body of a loop once.
+        kernels: our own kernels among them, where they were inspected.
     """
 
     executable: jax.stages.Compiled
     seconds: float
+    launches: tuple[Launch, ...]
     kernels: tuple[KernelResources, ...]
-
-    @property
-    def pallas_kernels(self) -> tuple[KernelResources, ...]:
-        """Those that are ours."""
-        return tuple(kernel for kernel in self.kernels if kernel.pallas)
 
 
 def prepare() -> None:
@@ -106,6 +113,9 @@ def prepare() -> None:
     _disassembler()
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # that there is no driver is known
+    # XLA's Triton pipeline takes a stack trace of each kernel; naming its frames takes llvm-symbolizer,
+    # where there is one, far longer than compiling.
+    os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
     jax.config.update("jax_platforms", "cpu")
 
 
@@ -196,6 +206,7 @@ def compile_for(
     function: Callable[..., Any],
     *arguments: Any,
     donate: tuple[int, ...] = (),
+    inspect: bool = True,
 ) -> Compiled:
     """Compiles a function for one GPU.
 
@@ -204,6 +215,7 @@ def compile_for(
         function: of arrays; Python values are static when closed over.
         arguments: arrays or `jax.ShapeDtypeStruct`s, in pytrees.
         donate: argument numbers whose buffers the result may take.
+        inspect: look at the machine code of our kernels too, which takes seconds for each.
 
     Raises:
         Exception: what the compiler says; a kernel over the chip's shared memory is one.
@@ -216,21 +228,25 @@ def compile_for(
 
     jitted = jax.jit(function, donate_argnums=donate)
     started = time.perf_counter()
-    lowered = jitted.lower(*jax.tree.map(shape, arguments))
+    with compiling_for(chip):
+        lowered = jitted.lower(*jax.tree.map(shape, arguments))
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_emitter_re": ".*"}
         executable = lowered.compile(compiler_options=options)
         seconds = time.perf_counter() - started
         names = frozenset(PALLAS.findall(executable.as_text() or ""))
-        return Compiled(executable, seconds, _resources(chip, Path(folder), names))
+        launched = launches(Path(folder), names)
+        ours = [one for one in launched if one.pallas] if inspect else []
+        return Compiled(executable, seconds, launched, _resources(chip, Path(folder), ours))
 
 
-def _resources(chip: Chip, dump: Path, pallas_names: frozenset[str]) -> tuple[KernelResources, ...]:
-    """Reads XLA's dump: launches from the thunk sequence, the rest from ptxas and cuobjdump."""
-    compiled: dict[str, tuple[int, int, int]] = {}
-    for ptx in sorted(dump.glob("*.ptx")):
-        if ".entry" in ptx.read_text():
-            compiled |= _machine_code(chip, ptx)
+def launches(dump: Path, pallas_names: frozenset[str]) -> tuple[Launch, ...]:
+    """Kernel launches of a program, from the folder that XLA dumped it to.
+
+    Args:
+        dump: of one compilation, `--xla_dump_to` with `--xla_dump_emitter_re=.*`.
+        pallas_names: of our own kernels.
+    """
     found = []
     # The second file is written only where a pass (command buffers) changed the first.
     sequences = list(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
@@ -240,10 +256,21 @@ def _resources(chip: Chip, dump: Path, pallas_names: frozenset[str]) -> tuple[Ke
             if launch is None:
                 continue
             name, grid, threads, shared = launch.groups()
+            # XLA numbers kernels that share a name.
             ours = name in pallas_names or re.sub(r"_+\d+$", "", name) in pallas_names
-            numbers = (int(threads), int(shared), compiled[name])
-            found.append(_kernel(chip, name, grid, *numbers, ours, in_graph))
+            x, y, z = (int(n) for n in grid.split(","))
+            found.append(Launch(name, (x, y, z), int(threads), int(shared), ours, in_graph))
     return tuple(found)
+
+
+def _resources(chip: Chip, dump: Path, ours: Sequence[Launch]) -> tuple[KernelResources, ...]:
+    """What ptxas and cuobjdump tell of launched kernels."""
+    names = {launch.name for launch in ours}
+    compiled: dict[str, tuple[int, int, int]] = {}
+    for ptx in sorted(dump.glob("*.ptx")):
+        if names & set(ENTRY.findall(ptx.read_text())):
+            compiled |= _machine_code(chip, ptx)
+    return tuple(_with_code(chip, launch, compiled[launch.name]) for launch in ours)
 
 
 def _with_command_buffers(sequence: str) -> list[tuple[str, bool]]:
@@ -260,25 +287,19 @@ def _with_command_buffers(sequence: str) -> list[tuple[str, bool]]:
     return lines
 
 
-def _kernel(
-    chip: Chip,
-    name: str,
-    grid: str,
-    threads: int,
-    shared: int,
-    code: tuple[int, int, int],
-    pallas: bool,
-    in_graph: bool,
-) -> KernelResources:
+def _with_code(chip: Chip, launch: Launch, code: tuple[int, int, int]) -> KernelResources:
     registers, spills, tensor = code
-    x, y, z = (int(n) for n in grid.split(","))
     resident = min(
-        chip.threads_per_multiprocessor // threads,
-        REGISTERS_PER_MULTIPROCESSOR // (threads * -(-registers // 8) * 8),
-        chip.shared_memory_per_multiprocessor // (shared + RESERVED_SHARED_BYTES),
+        chip.threads_per_multiprocessor // launch.threads,
+        REGISTERS_PER_MULTIPROCESSOR // (launch.threads * -(-registers // 8) * 8),
+        chip.shared_memory_per_multiprocessor // (launch.shared_bytes + RESERVED_SHARED_BYTES),
     )
     return KernelResources(
-        name, (x, y, z), threads, registers, spills, shared, resident, tensor, pallas, in_graph
+        **vars(launch),
+        registers=registers,
+        spill_bytes=spills,
+        blocks_per_multiprocessor=resident,
+        tensor_core_instructions=tensor,
     )
 
 

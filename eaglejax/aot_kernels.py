@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pallas_kernels
-from eaglejax.aot import Compiled, KernelResources, compile_for
+from eaglejax.aot import KernelResources, compile_for
 from pallas_kernels.chips import Chip
 
 
@@ -89,7 +89,7 @@ def report(chip: Chip, program: Program) -> KernelReport:
         compiled = compile_for(chip, program.function, *program.arguments)
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}".strip()
-    kernels = compiled.pallas_kernels if isinstance(compiled, Compiled) else ()
+    kernels = compiled.kernels if compiled else ()
     if compiled is not None and not kernels:
         error = "no Pallas kernel in the compiled program"
     return KernelReport(

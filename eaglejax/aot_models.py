@@ -390,10 +390,12 @@ def report(chip: Chip, spec: ModelSpec, setting: Setting, step: Step) -> Program
         Exception: what the compiler says.
     """
     params, before = parameters(spec), state(spec, setting)
-    compiled = compile_for(chip, step.function, params, before, *step.arguments, donate=(1,))
+    compiled = compile_for(
+        chip, step.function, params, before, *step.arguments, donate=(1,), inspect=False
+    )
     memory: Any = compiled.executable.memory_analysis()
     module = hlo.Module(compiled.executable.as_text() or "")
-    ours = compiled.pallas_kernels
+    ours = [launch for launch in compiled.launches if launch.pallas]
     return ProgramReport(
         name=step.name,
         batch=step.batch,

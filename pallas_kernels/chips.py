@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
+
+import jax
 
 
 @dataclass(frozen=True)
@@ -126,3 +131,25 @@ def find(name: str) -> Chip:
         return CHIPS[name]
     except KeyError:
         raise ValueError(f"gpu {name!r}: expected one of {', '.join(CHIPS)}") from None
+
+
+_TARGET: ContextVar[Chip | None] = ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(chip: Chip) -> Iterator[None]:
+    """Kernels traced inside choose their launches for this chip, which need not be present."""
+    token = _TARGET.set(chip)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def current() -> Chip | None:
+    """The chip compiled for, or the GPU that is present; None where neither is known here."""
+    target = _TARGET.get()
+    if target is not None or jax.default_backend() != "gpu":
+        return target
+    kind = jax.devices()[0].device_kind
+    return next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
