@@ -113,8 +113,8 @@ def prepare() -> None:
     _disassembler()
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # that there is no driver is known
-    # XLA's Triton pipeline takes a stack trace of each kernel; naming its frames takes llvm-symbolizer,
-    # where there is one, far longer than compiling.
+    # XLA's Triton pipeline takes a stack trace for each kernel; to name its frames takes
+    # llvm-symbolizer, where there is one, far longer than compiling.
     os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
     jax.config.update("jax_platforms", "cpu")
 

@@ -262,7 +262,8 @@ class ProgramReport:
         batch: slots it runs.
         plan: of a speculative step.
         rows: tokens a slot that go through the target.
-        argument_bytes: weights and state; an embedding that target and drafter share counts once.
+        argument_bytes: weights and state, all that an engine holds whether the step reads it or
+            not; an embedding that target and drafter share counts once.
         temp_bytes, output_bytes: what the step needs besides; outputs that take the state's own
             memory do not count.
         collectives: of all kinds, a step.
@@ -401,7 +402,7 @@ def report(chip: Chip, spec: ModelSpec, setting: Setting, step: Step) -> Program
         batch=step.batch,
         plan=str(setting.plan) if step.name == "spec_step" else None,
         rows=step.rows,
-        argument_bytes=memory.argument_size_in_bytes - _shared_bytes(params),
+        argument_bytes=_nbytes(params, before, step.arguments),
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         collectives=sum(module.collectives().values()),
@@ -430,12 +431,7 @@ def _quantised(params: Params) -> list[QuantTensor]:
     return [leaf for leaf in leaves if isinstance(leaf, QuantTensor)]
 
 
-def _shared_bytes(params: Params) -> int:
-    """Of the embedding, which the drafter gets as the target's own array where widths agree."""
-    if params.drafter is None:
-        return 0
-    target = params.target["params"]["embed"]["embedding"]
-    if params.drafter["vocab"]["embedding"] is not target:
-        return 0
-    leaves = jax.tree.leaves(target)
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+def _nbytes(*trees: Any) -> int:
+    """Of all leaves; one that occurs twice, as an embedding that is shared, counts once."""
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(trees)}
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves.values())
