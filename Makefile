@@ -27,7 +27,7 @@ CACHES := .pytest_cache .ruff_cache .hypothesis build dist
 # pyright comes as a wheel, Node included: it need not ask the network for a newer release.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help setup demo test test-slow test-latest test-asan lint format serve bench peers peers-drafter clean distclean
+.PHONY: help setup aot demo test test-aot test-slow test-latest test-asan lint format serve bench peers peers-drafter clean distclean
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | while IFS='|' read -r name text; do
@@ -80,6 +80,9 @@ $(STAMP_LATEST): $(INPUTS)
 setup: $(STAMP) ## create .venv and install everything, pinned
 	@echo "ready: $(BIN)/eaglejax"
 
+aot: $(STAMP) ## install the GPU compiler beside it, for eaglejax compile on machines without a GPU (Python 3.11)
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/aot.txt
+
 demo: $(STAMP) ## generate one answer with and without speculation and compare
 	@$(BIN)/eaglejax generate --compare --max-tokens 128 --message "$(PROMPT)" $(ARGS)
 
@@ -89,6 +92,9 @@ test: lint ## lint, type-check, then run the fast tests
 
 test-slow: $(STAMP) ## run the slow tests (real models, training; minutes)
 	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+test-aot: aot ## compile a sample of the kernels and the steps of two models for GPUs that are absent
+	@$(BIN)/python -m pytest tests/test_compile.py $(ARGS)
 
 test-latest: $(STAMP_LATEST) ## run the fast tests on Python 3.12 with the newest supported JAX
 	@$(VENV_LATEST)/bin/python -m pytest -n auto $(ARGS)

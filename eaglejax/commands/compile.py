@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from eaglejax.aot_models import ProgramReport
     from pallas_kernels.chips import Chip
 
+STEPS = ("prefill_step", "decode_step", "spec_step")
 TABLE_WIDTH = 150  # columns, where the output is no terminal
-MODEL_OPTIONS = ("drafter", "plan", "batch", "context", "pages", "tp")
+MODEL_OPTIONS = {name: name for name in ("drafter", "plan", "batch", "context", "pages", "tp")}
+MODEL_OPTIONS["only"] = "step"
 
 
 @click.command("compile")
@@ -30,6 +32,13 @@ MODEL_OPTIONS = ("drafter", "plan", "batch", "context", "pages", "tp")
 )
 @click.option("--pages", type=click.IntRange(1), help="Of the cache; else for batch x context.")
 @click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="GPUs.")
+@click.option(
+    "--step",
+    "only",
+    multiple=True,
+    type=click.Choice(STEPS),
+    help="With --model: only this step.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The last line is one JSON object.")
 def compile_command(
     gpus: tuple[str, ...],
@@ -52,7 +61,7 @@ def compile_command(
     given = click.get_current_context().get_parameter_source
     if kernels:
         default = click.core.ParameterSource.DEFAULT
-        named = [f"--{name}" for name in MODEL_OPTIONS if given(name) != default]
+        named = [f"--{option}" for name, option in MODEL_OPTIONS.items() if given(name) != default]
         if named:
             raise click.UsageError(f"{', '.join(named)} goes with --model")
     elif len(gpus) > 1:
@@ -104,16 +113,17 @@ def _model(chip: Chip, model: str, options: dict[str, Any], as_json: bool) -> No
             f"tp = {options['tp']}: expected 1: sharding over GPUs comes with a later part"
         )
     plan = SpecPlan.parse(options["plan"])
-    from eaglejax import aot
-
-    aot.prepare()
-    from eaglejax import aot_models
+    from eaglejax import aot, aot_models
 
     spec = aot_models.model_spec(model, options["drafter"])
     setting = aot_models.Setting(options["batch"], options["context"], plan, options["pages"])
     pages = aot_models.state(spec, setting).target.num_pages
+    steps = [s for s in aot_models.steps(spec, setting) if s.name in (options["only"] or STEPS)]
+    if not steps:
+        raise ConfigError("step spec_step: expected a drafter and a plan that drafts")
+    aot.prepare()
     reports = []
-    for step in aot_models.steps(spec, setting):
+    for step in steps:
         _progress(f"{chip.name}: {step.name}")
         reports.append(aot_models.report(chip, spec, setting, step))
     _progress("")
