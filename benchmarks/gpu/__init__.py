@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/gpu_checks.sh`, each a process of its own that writes one JSON file."""
