@@ -37,11 +37,11 @@ part() { # part NAME SECONDS: runs benchmarks.gpu.NAME within its own limit and 
 	(IFS=,; printf '{"parts": [%s]}\n' "${lines[*]}") >"$out/summary.json"
 }
 
-part environment 40
-part cases 140
-part smollm2 100
-part graphs 60
-part timing 110
+part environment 20
+part cases 120
+part smollm2 90
+part graphs 40
+part timing 150
 part peers 40
 
 # The log stays small whatever the compiler prints.

@@ -69,6 +69,6 @@ def run(part: str, main: Callable[[Record], None]) -> None:
         traceback.print_exc()
         state = "failed"
         record.note(error=f"{type(error).__name__}: {error}"[:2000])
-    errors = sum("error" in row or row.get("ok") is False for row in record.data["rows"])
-    record.note(state=state, failures=errors)
-    sys.exit(state == "failed" or errors > 0)
+    failures = sum("error" in row or row.get("ok") is False for row in record.data["rows"])
+    record.note(state=state, failures=failures)
+    sys.exit(state == "failed" or failures > 0)

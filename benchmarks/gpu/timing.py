@@ -49,7 +49,7 @@ def main(record: Record) -> None:
             return {
                 **times,
                 "floor_seconds": floor,
-                "of_floor": floor / max(times["seconds"], 1e-9),
+                "share_of_floor": floor / max(times["seconds"], 1e-9),
             }
 
         record.attempt(timed, op=program.op, case=program.case, bytes_moved=program.bytes_moved)
