@@ -107,7 +107,7 @@ def test_weights_take_the_gpu_kernels_form_and_norms_stay_float32() -> None:
 
 def test_a_drafter_is_quantised_for_the_gpu_too() -> None:
     variables = {
-        "params": {"fc": {"kernel": random(1, 96, 32, dtype=jnp.float32)}, "scale": jnp.ones(3)},
+        "params": {"fc": {"kernel": random(1, 96, 32, dtype=jnp.float32)}, "scale": jnp.ones((1, 3))},
         "vocab": {"embedding": random(16, 32), "target_ids": jnp.arange(4)},
     }
     found = drafter_weights(variables, GPU)

@@ -38,12 +38,14 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Float[Array, "B n D"],
-        layer: Int[Array, ""],
+        carry: tuple[Float[Array, "B n D"], Int[Array, ""]],
         rotary: tuple[Array, Array],
         ancestors: Bool[Array, "B n m"] | None,
         cache: CacheView | None,
-    ) -> tuple[Float[Array, "B n D"], tuple[Float[Array, "B n D"], FreshKV]]:
+    ) -> tuple[tuple[Array, Array], tuple[Float[Array, "B n D"], FreshKV]]:
+        # The index is carried, not scanned over: taking it out of an array would cost a GPU one
+        # more small copy a layer, and end the command buffer (CUDA graph) there.
+        x, layer = carry
         c, stack = self.config, self.config.num_layers
         normed = RMSNorm(c.rms_norm_eps, stack, self.kernels, name="attention_norm")(x, layer)
         attention = Attention(
@@ -59,7 +61,7 @@ class Block(nn.Module):
         x = x + out
         normed = RMSNorm(c.rms_norm_eps, stack, self.kernels, name="mlp_norm")(x, layer)
         x = x + MLP(c.intermediate_size, stack, self.kernels, name="mlp")(normed, layer)
-        return x, (x, kv)
+        return (x, layer + 1), (x, kv)
 
 
 class Target(nn.Module):
@@ -83,7 +85,7 @@ class Target(nn.Module):
             Block,
             variable_broadcast="params",
             split_rngs={"params": False},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),  # type: ignore[arg-type]
+            in_axes=(nn.broadcast, nn.broadcast, nn.broadcast),  # type: ignore[arg-type]
             length=c.num_layers,
         )
         self.layers = scan(c, self.kernels)
@@ -120,8 +122,8 @@ class Target(nn.Module):
                 feature_layers=self.feature_layers,
             )
             return TargetOutput(self.norm(x), features, kv)
-        indices = jnp.arange(self.config.num_layers)
-        x, (outputs, fresh_kv) = self.layers(x, indices, rotary, ancestors, cache)
+        start = (x, jnp.int32(0))
+        (x, _), (outputs, fresh_kv) = self.layers(start, rotary, ancestors, cache)
         features = jnp.concatenate([outputs[i] for i in self.feature_layers], axis=-1)
         return TargetOutput(self.norm(x), features, fresh_kv)
 
