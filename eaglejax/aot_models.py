@@ -47,11 +47,12 @@ class Quantisation:
     group_size: int
     minimum: bool = False
     bits: Literal[4, 8] = 4
+    scales: Any = jnp.float16  # and minima
 
     def struct(self, shape: tuple[int, ...]) -> QuantTensor:
         """A QuantTensor of shapes for matrices `[..., K, N]`."""
         *lead, rows, columns = shape
-        scale = Struct((*lead, rows // self.group_size, columns), jnp.float32)
+        scale = Struct((*lead, rows // self.group_size, columns), self.scales)
         packed = (jnp.uint8, columns // 2) if self.bits == 4 else (jnp.int8, columns)
         return QuantTensor(
             Struct((*lead, rows, packed[1]), packed[0]),  # type: ignore[arg-type]
@@ -113,7 +114,9 @@ TARGETS: dict[str, tuple[TargetConfig, dict[str, Quantisation]]] = {
             rope=RopeConfig(theta=500_000.0, kind="llama3", factor=8.0),
             max_position=131_072,
         ),
-        dict.fromkeys(MATRICES, Quantisation(128)),  # compressed-tensors W4A16, symmetric
+        dict.fromkeys(
+            MATRICES, Quantisation(128, scales=jnp.bfloat16)
+        ),  # compressed-tensors W4A16, symmetric
     ),
 }
 LATER_MODELS = ("kimi-k2.5",)

@@ -6,6 +6,8 @@ import logging
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import cpu_kernels
 from eaglejax.config import ConfigError, EngineConfig
@@ -132,7 +134,10 @@ def drafter_weights(variables: Any, config: EngineConfig) -> Any:
         if getattr(path[-1], "key", None) != "kernel" or rows % 32 or columns % 8:
             return leaf
         quantised = quantise(leaf, bits=DRAFTER_BITS, group_size=32)
-        return quantised if on_gpu else pack_for_cpu(quantised)
+        if not on_gpu:
+            return pack_for_cpu(quantised)
+        scale, minimum = (x.astype(jnp.float16) for x in (quantised.scale, quantised.minimum))
+        return quantised.replace(scale=scale, minimum=minimum)
 
     params = jax.tree_util.tree_map_with_path(packed, variables["params"])
     variables = {**variables, "params": params}
@@ -150,7 +155,8 @@ def _for_gpu(variables: Any) -> Any:
         if isinstance(leaf, QuantTensor):
             columns = leaf.shape[-1]
             if columns % (32 // leaf.bits) == 0:
-                return leaf.replace(layout="triton")
+                minimum = None if leaf.minimum is None else _compact(leaf.minimum)
+                return leaf.replace(layout="triton", scale=_compact(leaf.scale), minimum=minimum)
             log.warning(
                 "%s runs in bfloat16, not INT%d: %d outputs do not fill 32-bit words",
                 jax.tree_util.keystr(path),
@@ -163,6 +169,17 @@ def _for_gpu(variables: Any) -> Any:
         return leaf
 
     return jax.tree_util.tree_map_with_path(packed, variables, is_leaf=_is_quantised)
+
+
+def _compact(scales: Any) -> Any:
+    """Scales in half the bytes where that loses nothing, as for those of GGUF files (float16)."""
+    wide = np.asarray(scales, np.float32)
+    for dtype in (jnp.float16, jnp.bfloat16):
+        with np.errstate(over="ignore"):
+            half = wide.astype(dtype)
+        if (half.astype(np.float32) == wide).all():
+            return jnp.asarray(half)
+    return scales
 
 
 def _is_quantised(leaf: Any) -> bool:

@@ -100,14 +100,28 @@ def test_weights_take_the_gpu_kernels_form_and_norms_stay_float32() -> None:
     assert isinstance(found["kernel"], QuantTensor)
     assert found["kernel"].layout == "triton"
     assert found["kernel"].values is params["kernel"].values  # nothing is repacked
+    assert found["kernel"].scale.dtype == jnp.float32  # random scales are exact in no half type
     assert found["odd"]["kernel"].dtype == jnp.bfloat16  # 12 outputs fill no 32-bit words
     assert found["embedding"].dtype == jnp.bfloat16
     assert found["scale"].dtype == jnp.float32
 
 
+def test_scales_that_fit_half_precision_are_stored_so() -> None:
+    weight = quantise(random(1, 64, 32, dtype=jnp.float32))
+    for dtype in (jnp.float16, jnp.bfloat16):
+        assert weight.scale is not None
+        scale = weight.scale.astype(dtype).astype(jnp.float32)
+        found = target_weights({"kernel": weight.replace(scale=scale)}, GPU)["kernel"]
+        assert found.scale.dtype == dtype
+        np.testing.assert_array_equal(found.scale.astype(jnp.float32), scale)
+
+
 def test_a_drafter_is_quantised_for_the_gpu_too() -> None:
     variables = {
-        "params": {"fc": {"kernel": random(1, 96, 32, dtype=jnp.float32)}, "scale": jnp.ones((1, 3))},
+        "params": {
+            "fc": {"kernel": random(1, 96, 32, dtype=jnp.float32)},
+            "scale": jnp.ones((1, 3)),
+        },
         "vocab": {"embedding": random(16, 32), "target_ids": jnp.arange(4)},
     }
     found = drafter_weights(variables, GPU)
