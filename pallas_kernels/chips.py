@@ -137,7 +137,7 @@ _TARGET: ContextVar[Chip | None] = ContextVar("target", default=None)
 
 
 @contextlib.contextmanager
-def compiling_for(chip: Chip) -> Iterator[None]:
+def compiling_for(chip: Chip | None) -> Iterator[None]:
     """Kernels traced inside choose their launches for this chip, which need not be present."""
     token = _TARGET.set(chip)
     try:

@@ -7,16 +7,11 @@ others. Beyond, arithmetic decides and blocks grow.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
 
 from pallas_kernels.chips import CHIPS, Chip
 
@@ -85,28 +80,6 @@ class Config:
         dequantised = self.block_k * self.block_n * 2 * (count if chip.capability[0] < 12 else 1)
         staged = self.num_stages * (weights + activations + scales * count) + dequantised
         return max(staged, self.block_m * self.block_n * 4) + SCRATCH_BYTES
-
-
-_TARGET: ContextVar[Chip | None] = ContextVar("target", default=None)
-
-
-@contextlib.contextmanager
-def compiling_for(chip: Chip | None) -> Iterator[None]:
-    """Traces inside choose launches for this chip, which need not be present; None for the GPU."""
-    token = _TARGET.set(chip)
-    try:
-        yield
-    finally:
-        _TARGET.reset(token)
-
-
-def current_chip() -> Chip | None:
-    """The chip compiled for, or the GPU that is present, or None where neither is known."""
-    target = _TARGET.get()
-    if target is not None or jax.default_backend() != "gpu":
-        return target
-    kind = jax.devices()[0].device_kind
-    return next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
 
 
 def choose(problem: Problem, chip: Chip | None) -> Config:

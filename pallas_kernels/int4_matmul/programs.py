@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from pallas_kernels.int4_matmul import cases, launch, triton
 from pallas_kernels.int4_matmul.stack import Stack
@@ -74,7 +75,7 @@ def program(case: cases.Case, rows: int, chip: Chip | None) -> Program:
     def function(
         layer: Array, x: Array, stacks: tuple[Stack, ...], residual: Array | None
     ) -> Array:
-        with launch.compiling_for(chip):
+        with chips.compiling_for(chip):
             return triton.matmul(
                 x,
                 stacks,

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import chips
 from pallas_kernels.int4_matmul import launch
 from pallas_kernels.int4_matmul.launch import FEW_ROWS, ROWS_PER_DOT, Config, Problem
 from pallas_kernels.int4_matmul.stack import Stack
@@ -530,7 +531,7 @@ def matmul(
     out_shape = (*x.shape[:-1], problem.outputs)
     if not problem.rows:
         return jnp.zeros(out_shape, out_dtype)
-    config = config or launch.choose(problem, launch.current_chip())
+    config = config or launch.choose(problem, chips.current())
     shape = Shape(problem, config, interpret)
     operands = [array for stack in stacks for array in words(stack)]
     rest = None if residual is None else residual.reshape(-1, problem.outputs)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import chips
 from pallas_kernels.chips import Chip
-from pallas_kernels.int4_matmul import launch
 from pallas_kernels.int4_matmul.programs import Program, stack, stack_bytes
 from pallas_kernels.moe_int4 import cases, triton
 
@@ -29,7 +29,7 @@ def program(case: cases.Case, tokens: int, chip: Chip | None) -> Program:
     """One case. Its bytes assume that no two choices fall on one expert while there are others."""
 
     def function(*arguments: Any) -> Any:
-        with launch.compiling_for(chip):
+        with chips.compiling_for(chip):
             return triton.moe_int4(*arguments, group_size=case.group_size)
 
     lead = (case.layers, case.experts)

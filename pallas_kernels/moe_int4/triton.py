@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.int4_matmul import launch as matmul_launch
+from pallas_kernels import chips
 from pallas_kernels.int4_matmul import triton as matmul
 from pallas_kernels.int4_matmul.launch import FEW_ROWS, ROWS_PER_DOT, Config
 from pallas_kernels.int4_matmul.stack import Stack
@@ -204,7 +204,7 @@ def moe_int4(
 
     def call(kernel: Any, rows: Array, stacks: Sequence[Stack], dtype: Any, *before: Array) -> Any:
         problem = matmul.check(rows, stacks, bits=bits, group_size=group_size)
-        config = launch.choose(problem, block_m, matmul_launch.current_chip())
+        config = launch.choose(problem, block_m, chips.current())
         operands = [array for stack in stacks for array in matmul.words(stack)]
         return pl.pallas_call(
             functools.partial(

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-
 from pallas_kernels.chips import CHIPS, Chip
 
 FEW_ROWS = 64
@@ -109,14 +107,6 @@ def pieces(start: int, size: int) -> tuple[Piece, ...]:
         found.append(Piece(start, min(size, block), block))
         start, size = start + block, max(size - block, 0)
     return tuple(found)
-
-
-def present_chip() -> Chip | None:
-    """The GPU that is present, or None where there is none or it is unknown."""
-    if jax.default_backend() != "gpu":
-        return None
-    kind = jax.devices()[0].device_kind
-    return next((chip for chip in CHIPS.values() if chip.device_kind == kind), None)
 
 
 def choose(problem: Problem, chip: Chip | None) -> Config:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from pallas_kernels.tree_attention import launch
 from pallas_kernels.tree_attention.launch import FEWEST_TILES, Config, Piece, Problem
@@ -427,7 +428,7 @@ def tree_attention(
         table_width=0 if page_table is None else page_table.shape[1] * page_size,
         itemsize=q.dtype.itemsize,
     )
-    config = config or launch.choose(problem, chip or launch.present_chip())
+    config = config or launch.choose(problem, chip or chips.current())
     scale = width**-0.5 if scale is None else scale
     shape = Shape(problem, config, nodes, scale * LOG2_E)
     arrays = {
