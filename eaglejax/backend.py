@@ -136,8 +136,8 @@ def drafter_weights(variables: Any, config: EngineConfig) -> Any:
         quantised = quantise(leaf, bits=DRAFTER_BITS, group_size=32)
         if not on_gpu:
             return pack_for_cpu(quantised)
-        scale, minimum = (x.astype(jnp.float16) for x in (quantised.scale, quantised.minimum))
-        return quantised.replace(scale=scale, minimum=minimum)
+        halves = {"scale": quantised.scale, "minimum": quantised.minimum}
+        return quantised.replace(**jax.tree.map(lambda x: x.astype(jnp.float16), halves))
 
     params = jax.tree_util.tree_map_with_path(packed, variables["params"])
     variables = {**variables, "params": params}

@@ -108,9 +108,9 @@ def test_weights_take_the_gpu_kernels_form_and_norms_stay_float32() -> None:
 
 def test_scales_that_fit_half_precision_are_stored_so() -> None:
     weight = quantise(random(1, 64, 32, dtype=jnp.float32))
-    for dtype in (jnp.float16, jnp.bfloat16):
+    for dtype, factor in ((jnp.float16, 1.0), (jnp.bfloat16, 2.0**20)):
         assert weight.scale is not None
-        scale = weight.scale.astype(dtype).astype(jnp.float32)
+        scale = factor * weight.scale.astype(dtype).astype(jnp.float32)
         found = target_weights({"kernel": weight.replace(scale=scale)}, GPU)["kernel"]
         assert found.scale.dtype == dtype
         np.testing.assert_array_equal(found.scale.astype(jnp.float32), scale)

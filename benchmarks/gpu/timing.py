@@ -57,7 +57,9 @@ def main(record: Record) -> None:
 
 def example(program: aot_kernels.Program) -> tuple[Any, ...]:
     """Arrays for a program's shapes: random numbers, layer 0, page tables and lengths that fit."""
-    served = {case.name: case for case in getattr(attention_cases, "SERVED", ())}
+    served = {case.name: case for case in attention_cases.SERVED}
+    stacks = [leaf.shape for leaf in jax.tree.leaves(program.arguments) if leaf.ndim == 4]
+    experts = stacks[0][1] if program.op == "moe_int4" else 1
 
     def array(path: Any, shape: Any) -> Any:
         name = str(getattr(path[-1], "key", getattr(path[-1], "name", "")))
@@ -69,19 +71,19 @@ def example(program: aot_kernels.Program) -> tuple[Any, ...]:
             return jnp.broadcast_to(jnp.tri(*shape.shape[-2:], dtype=bool), shape.shape)
         if name == "layer" or (jnp.issubdtype(shape.dtype, jnp.int32) and not shape.shape):
             return jnp.zeros(shape.shape, shape.dtype)
-        return _random(shape.shape, shape.dtype)
+        return _random(shape.shape, shape.dtype, experts)
 
     return jax.tree_util.tree_map_with_path(array, program.arguments)
 
 
-def _random(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Made on the device: large arrays would take long to send."""
+def _random(shape: tuple[int, ...], dtype: Any, below: int = 1) -> Any:
+    """Made on the device: large arrays would take long to send. Integers are less than `below`."""
     key = jax.random.key(0)
     if jnp.issubdtype(dtype, jnp.floating):
         return jax.jit(lambda: (0.1 * jax.random.normal(key, shape)).astype(dtype))()
     if jnp.dtype(dtype).itemsize == 1:
         return jax.jit(lambda: jax.random.bits(key, shape, jnp.uint8).astype(dtype))()
-    return jax.jit(lambda: jax.random.randint(key, shape, 0, 8, dtype))()
+    return jax.jit(lambda: jax.random.randint(key, shape, 0, below, dtype))()
 
 
 if __name__ == "__main__":

@@ -125,9 +125,8 @@ class Drafter(nn.Module):
                 block_kv=block,
             )
         else:
-            attended, own = self.attention(row, rotary, ancestors, cache, block)
-            x = residual + attended
-            x = x + self.mlp(self.mlp_norm(x))
+            x, own = self.attention(row, rotary, ancestors, cache, block, residual=residual)
+            x = self.mlp(self.mlp_norm(x), residual=x)
             kv = _as_stack(own)
         normed = self.norm(x)
         following = normed if self.config.norm_output else x

@@ -20,7 +20,8 @@ from eaglejax.cache import CacheView
 from eaglejax.models.rotary import apply_rotary
 from eaglejax.quant import QuantTensor, take_columns
 from pallas_kernels.implementation import Implementation
-from pallas_kernels.int4_matmul.api import int4_matmul
+from pallas_kernels.int4_matmul.api import gated_matmul, int4_matmul
+from pallas_kernels.int4_matmul.stack import Stack
 from pallas_kernels.rms_norm.api import rms_norm
 from pallas_kernels.swiglu.api import swiglu
 from pallas_kernels.tree_attention.api import tree_attention
@@ -78,7 +79,13 @@ class Linear(nn.Module):
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*rows K"], layer: LayerIndex = 0) -> Array:
+    def __call__(
+        self,
+        x: Float[Array, "*rows K"],
+        layer: LayerIndex = 0,
+        residual: Float[Array, "*rows N"] | None = None,
+    ) -> Float[Array, "*rows N"]:
+        """The product, and a residual stream added to it before it is rounded."""
         kernel = self._kernel(x.shape[-1])
         dtype = self.dtype or x.dtype
         if isinstance(kernel, QuantTensor):
@@ -91,8 +98,11 @@ class Linear(nn.Module):
                 bits=kernel.bits,
                 group_size=kernel.group_size,
                 layout=kernel.layout,
-            ).astype(dtype)
-        return dense(x, kernel[layer], dtype)
+                out_dtype=dtype,
+                residual=residual,
+            )
+        out = dense(x, kernel[layer], dtype)
+        return out if residual is None else residual + out
 
     def _kernel(self, inputs: int) -> Array | QuantTensor:
         # `self.param` would compare a QuantTensor with the float shape and refuse it.
@@ -123,11 +133,41 @@ class MLP(nn.Module):
     kernels: Implementation = "reference"
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*rows D"], layer: LayerIndex = 0) -> Array:
-        gate = Linear(self.intermediate_size, self.layers, name="gate")(x, layer)
-        up = Linear(self.intermediate_size, self.layers, name="up")(x, layer)
-        gated = swiglu(gate, up, implementation=self.kernels)
-        return Linear(x.shape[-1], self.layers, name="down")(gated, layer)
+    def __call__(
+        self,
+        x: Float[Array, "*rows D"],
+        layer: LayerIndex = 0,
+        residual: Float[Array, "*rows D"] | None = None,
+    ) -> Float[Array, "*rows D"]:
+        params = self.variables.get("params", {})
+        gate, up = (params.get(name, {}).get("kernel") for name in ("gate", "up"))
+        if _one_kernel(gate, up):
+            gated = gated_matmul(
+                x,
+                Stack(gate.values, gate.scale, gate.minimum),
+                Stack(up.values, up.scale, up.minimum),
+                layer,
+                bits=gate.bits,
+                group_size=gate.group_size,
+                layout=gate.layout,
+            )
+        else:
+            gate = Linear(self.intermediate_size, self.layers, name="gate")(x, layer)
+            up = Linear(self.intermediate_size, self.layers, name="up")(x, layer)
+            gated = swiglu(gate, up, implementation=self.kernels)
+        return Linear(x.shape[-1], self.layers, name="down")(gated, layer, residual)
+
+
+def _one_kernel(gate: Any, up: Any) -> bool:
+    """Whether gate and up are weights that one GPU kernel reads together."""
+    if not (isinstance(gate, QuantTensor) and isinstance(up, QuantTensor)):
+        return False
+    alike = (gate.bits, gate.group_size, gate.minimum is None) == (
+        up.bits,
+        up.group_size,
+        up.minimum is None,
+    )
+    return alike and gate.layout == up.layout == "triton"
 
 
 class Attention(nn.Module):
@@ -168,8 +208,9 @@ class Attention(nn.Module):
         cache: CacheView | None,
         block_kv: FreshKV | None = None,
         layer: LayerIndex = 0,
+        residual: Float[Array, "B n O"] | None = None,
     ) -> tuple[Float[Array, "B n O"], FreshKV]:
-        """Attends; returns the output and the rows' own keys and values."""
+        """Attends; returns the output, plus the residual, and the rows' own keys and values."""
         q = self.q(x, layer).reshape(*x.shape[:2], self.num_heads, self.head_dim)
         own = self.project_kv(x, rotary, layer)
         fresh = own if block_kv is None else block_kv.concat(own)
@@ -184,7 +225,7 @@ class Attention(nn.Module):
             *prefix,
             implementation=self.kernels,
         ).astype(x.dtype)
-        return self.o(out.reshape(*x.shape[:2], -1), layer), own
+        return self.o(out.reshape(*x.shape[:2], -1), layer, residual), own
 
 
 def lookup(
@@ -226,7 +267,8 @@ class Embed(nn.Module):
                 bits=table.bits,
                 group_size=table.group_size,
                 layout=table.layout,
-            ).astype(jnp.float32)
+                out_dtype=jnp.float32,
+            )
         if x.dtype == jnp.bfloat16:
             return dense(x, self.table.T, jnp.float32)
         return jnp.einsum("...d,vd->...v", x, self.table, precision="highest")

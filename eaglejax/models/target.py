@@ -57,10 +57,9 @@ class Block(nn.Module):
             self.kernels,
             name="attention",
         )
-        out, kv = attention(normed, rotary, ancestors, cache, layer=layer)
-        x = x + out
+        x, kv = attention(normed, rotary, ancestors, cache, layer=layer, residual=x)
         normed = RMSNorm(c.rms_norm_eps, stack, self.kernels, name="mlp_norm")(x, layer)
-        x = x + MLP(c.intermediate_size, stack, self.kernels, name="mlp")(normed, layer)
+        x = MLP(c.intermediate_size, stack, self.kernels, name="mlp")(normed, layer, x)
         return (x, layer + 1), (x, kv)
 
 
