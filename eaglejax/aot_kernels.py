@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,12 +64,12 @@ class Program:
     flops: int
 
 
-def programs(chip: Chip, wanted: str = "") -> Iterator[Program]:
+def programs(chip: Chip, wanted: Sequence[str] = ()) -> Iterator[Program]:
     """All cases of all ops as they run on a chip.
 
     Args:
         chip: decides the launch.
-        wanted: a part of `op/case`; empty for all.
+        wanted: parts of `op/case`, any of which will do; none for all.
     """
     for folder in pkgutil.iter_modules(pallas_kernels.__path__):
         module = f"pallas_kernels.{folder.name}.programs"
@@ -78,7 +78,8 @@ def programs(chip: Chip, wanted: str = "") -> Iterator[Program]:
         for case, function, arguments, moved, flops in importlib.import_module(module).programs(
             chip
         ):
-            if wanted in f"{folder.name}/{case}":
+            name = f"{folder.name}/{case}"
+            if not wanted or any(part in name for part in wanted):
                 yield Program(folder.name, case, function, tuple(arguments), int(moved), int(flops))
 
 

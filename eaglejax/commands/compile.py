@@ -22,7 +22,9 @@ MODEL_OPTIONS["only"] = "step"
 @click.command("compile")
 @click.option("--gpu", "gpus", multiple=True, required=True, help="b200, rtx-pro-6000, ...")
 @click.option("--kernels", is_flag=True, help="Every case of every kernel.")
-@click.option("--case", default=None, help="With --kernels: only cases whose op/name holds this.")
+@click.option(
+    "--case", "wanted", multiple=True, help="With --kernels: only cases whose op/name holds this."
+)
 @click.option("--model", default=None, help="smollm2, llama-3.1-8b or a GGUF file.")
 @click.option("--drafter", default="llama", show_default=True, help="llama, none or a folder.")
 @click.option("--plan", default="3,1,4", show_default=True, help="depth,width,nodes of a step.")
@@ -43,7 +45,7 @@ MODEL_OPTIONS["only"] = "step"
 def compile_command(
     gpus: tuple[str, ...],
     kernels: bool,
-    case: str | None,
+    wanted: tuple[str, ...],
     model: str | None,
     as_json: bool,
     **options: Any,
@@ -56,7 +58,7 @@ def compile_command(
     """
     if kernels == (model is not None):
         raise click.UsageError("give either --kernels or --model")
-    if case is not None and not kernels:
+    if wanted and not kernels:
         raise click.UsageError("--case goes with --kernels")
     given = click.get_current_context().get_parameter_source
     if kernels:
@@ -67,7 +69,7 @@ def compile_command(
     elif len(gpus) > 1:
         raise click.UsageError("--model takes one --gpu")
     if kernels:
-        _kernels(_chips(gpus), case or "", as_json)
+        _kernels(_chips(gpus), wanted, as_json)
     else:
         _model(_chips(gpus)[0], str(model), options, as_json)
 
@@ -81,7 +83,7 @@ def _chips(names: tuple[str, ...]) -> list[Chip]:
         raise click.BadParameter(str(error), param_hint="--gpu") from None
 
 
-def _kernels(chips: list[Chip], wanted: str, as_json: bool) -> None:
+def _kernels(chips: list[Chip], wanted: tuple[str, ...], as_json: bool) -> None:
     from eaglejax import aot
 
     aot.prepare()
@@ -94,7 +96,7 @@ def _kernels(chips: list[Chip], wanted: str, as_json: bool) -> None:
             _progress(f"{chip.name}: {program.op}/{program.case}")
     _progress("")
     if not reports:
-        raise click.UsageError(f"no kernel case holds {wanted!r}")
+        raise click.UsageError(f"no kernel case holds {' or '.join(wanted)}")
     _print_kernels(reports)
     if as_json:
         click.echo(json.dumps({"kernels": [report.as_json() for report in reports]}))
