@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 import struct
 import subprocess
@@ -422,6 +423,8 @@ def compiled() -> list[dict[str, Any]]:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.test_triton_matmul"],
         cwd=ROOT,
+        # Triton remarks on each small dot, and LLVM symbolises the stack of each remark: minutes.
+        env=os.environ | {"LLVM_DISABLE_SYMBOLIZATION": "1"},
         capture_output=True,
         text=True,
     )
