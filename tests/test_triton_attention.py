@@ -38,7 +38,7 @@ BY_NAME = {case.name: case for case in (*CASES, *LATENT, *WIDE)}
 PARTS = Config(block_m=16, block_kv=16, splits=4, num_warps=4, num_stages=2)
 # Compiling takes longer than running: LLVM's optimiser is left out.
 QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
-# XLA's CPU compiler fuses a loop of one step otherwise than one of several, and then contracts other
+# XLA's CPU compiler fuses a loop of one step otherwise than one of several, and contracts other
 # multiplications with additions: without fusion, equal operations give equal bits.
 BITWISE = QUICK | {"xla_disable_hlo_passes": "while-loop-simplifier,fusion"}
 
@@ -138,7 +138,7 @@ def test_row_has_the_same_bits_among_any_number_of_rows(splits: int, dtype: Any)
         arguments[name] = np.asarray(jnp.asarray(arguments[name], dtype))
     config = dataclasses.replace(launch.choose(problem(TREE), None), splits=splits, block_kv=16)
     whole = attend(arguments, config, BITWISE)
-    for rows in (1, 3, 16):
+    for rows in (1, 16):
         some = arguments | {name: arguments[name][:, :rows] for name in ("q", "fresh_k", "fresh_v")}
         some["ancestors"] = arguments["ancestors"][:, :rows, :rows]
         np.testing.assert_array_equal(attend(some, config, BITWISE), whole[:, :rows])
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 
 def test_implementations_are_never_swapped_in_silence() -> None:
-    arrays = {n: None if x is None else jnp.asarray(x) for n, x in GOOD.arrays().items()}
+    arrays: Any = {n: None if x is None else jnp.asarray(x) for n, x in GOOD.arrays().items()}
     with pytest.raises(ValueError, match="interpret mode"):  # no GPU here
         api.tree_attention(**arrays, implementation="triton")
     with pytest.raises(ValueError, match=r"scale 0\.5: the CPU"):

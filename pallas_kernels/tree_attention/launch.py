@@ -7,6 +7,7 @@ decides: tiles grow, and the prefix is divided only as far as the chip has room.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from pallas_kernels.chips import CHIPS, Chip
@@ -121,21 +122,24 @@ def choose(problem: Problem, chip: Chip | None) -> Config:
     """
     chip = chip or min(CHIPS.values(), key=lambda c: c.shared_memory_per_block)
     few = problem.rows <= FEW_ROWS
-    block_m = _rows_of_a_program(problem, chip, few=few)
-    tiles = 1 if few else -(-problem.rows * problem.group // block_m)
-    for block_kv, num_stages in _steps(problem, chip):
+    most = _rows_of_a_program(problem, chip, few=few)
+    for block_m, (block_kv, num_stages) in itertools.product(
+        (most >> i for i in range((most // ROWS_PER_DOT).bit_length())), _steps(problem, chip)
+    ):
+        tiles = 1 if few else -(-problem.rows * problem.group // block_m)
         config = Config(
             block_m=block_m,
             block_kv=block_kv,
             splits=_parts(problem, block_kv, chip, tiles),
-            num_warps=8 if problem.latent or block_m > 64 else 4,
+            num_warps=8 if problem.head_dim > 128 or block_m > 64 else 4,
             num_stages=num_stages,
         )
-        if config.shared_bytes(problem, chip) <= chip.shared_memory_per_block:
+        needed = config.shared_bytes(problem, chip)
+        if needed <= chip.shared_memory_per_block:
             return config
     raise ValueError(
-        f"tree_attention: {problem} needs {config.shared_bytes(problem, chip)} bytes of shared "
-        f"memory as {config}, and {chip.name} has {chip.shared_memory_per_block} a block"
+        f"tree_attention: {problem} needs {needed} bytes of shared memory as {config}, and "
+        f"{chip.name} has {chip.shared_memory_per_block} a block"
     )
 
 

@@ -31,8 +31,8 @@ def function(case: Case, chip: Chip) -> Callable[..., Any]:
     """The case's call of `arguments`."""
 
     def attend(arrays: dict[str, Any]) -> jax.Array:
-        static = {"value_width": case.value_width} if case.latent else {}
-        return triton.tree_attention(**arrays, **static, scale=case.scale, chip=chip)
+        values = case.value_width if case.latent else None
+        return triton.tree_attention(**arrays, value_width=values, scale=case.scale, chip=chip)
 
     return attend
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -46,7 +48,7 @@ def tree_attention(
     """
     batch, n, heads, width = q.shape
     m, kv_heads = fresh_k.shape[1:3]
-    scale = width**-0.5 if scale is None else scale
+    factor = width**-0.5 if scale is None else scale
     if fresh_v is None:
         fresh_v, pages_v = fresh_k[..., :value_width], pages_k
     value_width = fresh_v.shape[-1]
@@ -71,8 +73,8 @@ def tree_attention(
 
     grouped = q.reshape(batch, n, kv_heads, heads // kv_heads, width)
     # Products and sums in float32, whatever the arrays are: their dtype alone would round scores.
-    wide = {"precision": "highest", "preferred_element_type": jnp.float32}
-    scores = jnp.einsum("bnkgh,bskh->bkgns", grouped, keys, **wide) * scale
+    wide: Any = {"precision": "highest", "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("bnkgh,bskh->bkgns", grouped, keys, **wide) * factor
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1)
     # A row that sees nothing (padding) has all weights NaN; give it zeros instead.

@@ -403,34 +403,10 @@ def tree_attention(
         ValueError: more nodes under a mask than there are bits, sizes that do not fit each other,
             or no launch within the chip's shared memory.
     """
-    batch, rows, heads, width = q.shape
-    nodes, kv_heads = fresh_k.shape[1:3]
-    if ancestors is not None and nodes > MAX_NODES:
-        raise ValueError(
-            f"tree_attention: {nodes} fresh rows under an ancestor mask, expected at most "
-            f"{MAX_NODES}"
-        )
-    if heads % kv_heads or nodes < rows:
-        raise ValueError(
-            f"tree_attention: {heads} query heads on {kv_heads} kv heads, {rows} rows of a block "
-            f"of {nodes}: expected a multiple, and no more rows than the block has"
-        )
-    page_size = 1 if pages_k is None else pages_k.shape[2]
-    problem = Problem(
-        batch=batch,
-        rows=rows,
-        kv_heads=kv_heads,
-        group=heads // kv_heads,
-        head_dim=width,
-        value_width=_value_width(fresh_v, value_width, width),
-        shared_values=fresh_v is None,
-        page_size=page_size,
-        table_width=0 if page_table is None else page_table.shape[1] * page_size,
-        itemsize=q.dtype.itemsize,
-    )
+    problem = _problem(q, fresh_k, fresh_v, ancestors, pages_k, page_table, value_width)
     config = config or launch.choose(problem, chip or chips.current())
-    scale = width**-0.5 if scale is None else scale
-    shape = Shape(problem, config, nodes, scale * LOG2_E)
+    factor = problem.head_dim**-0.5 if scale is None else scale
+    shape = Shape(problem, config, fresh_k.shape[1], factor * LOG2_E)
     arrays = {
         "q": q,
         "fresh_k": fresh_k,
@@ -443,11 +419,11 @@ def tree_attention(
         "layer": None if pages_k is None else jnp.asarray(layer, jnp.int32).reshape(1),
     }
     present = {name: array for name, array in arrays.items() if array is not None}
-    result = jax.ShapeDtypeStruct((batch, rows, heads, problem.value_width), q.dtype)
+    result = jax.ShapeDtypeStruct((*q.shape[:3], problem.value_width), q.dtype)
     if config.splits == 1:
         [out] = _walk_call(shape, _whole_kernel, present, [result], interpret)
         return out
-    parts = (batch, kv_heads, config.splits, shape.group_rows)
+    parts = (problem.batch, problem.kv_heads, config.splits, shape.group_rows)
     results = [
         jax.ShapeDtypeStruct(size, jnp.float32)
         for size in (parts, parts, (*parts, problem.value_width))
@@ -456,7 +432,11 @@ def tree_attention(
     return pl.pallas_call(
         functools.partial(_combine_kernel, shape),
         out_shape=result,
-        grid=(pl.cdiv(problem.value_width, _combine_columns(problem)), rows * heads, batch),
+        grid=(
+            pl.cdiv(problem.value_width, _combine_columns(problem)),
+            problem.kv_heads * shape.group_rows,
+            problem.batch,
+        ),
         compiler_params=pltriton.CompilerParams(num_warps=COMBINE_WARPS, num_stages=1),
         interpret=interpret,
         name="tree_attention_combine",
@@ -501,12 +481,44 @@ def pack_ancestors(ancestors: Bool[Array, "B n m"]) -> Int[Array, "B n words"]:
     return jax.lax.bitcast_convert_type(packed, jnp.int32)
 
 
-def _value_width(fresh_v: Array | None, value_width: int | None, width: int) -> int:
-    if fresh_v is not None and value_width is None:
-        return fresh_v.shape[-1]
-    if fresh_v is not None or value_width is None or not 0 < value_width <= width:
+def _problem(
+    q: Array,
+    fresh_k: Array,
+    fresh_v: Array | None,
+    ancestors: Array | None,
+    pages_k: Array | None,
+    page_table: Array | None,
+    value_width: int | None,
+) -> Problem:
+    """The sizes of a call; raises ValueError where they do not fit each other."""
+    batch, rows, heads, width = q.shape
+    nodes, kv_heads = fresh_k.shape[1:3]
+    if ancestors is not None and nodes > MAX_NODES:
+        raise ValueError(
+            f"tree_attention: {nodes} fresh rows under an ancestor mask, expected at most "
+            f"{MAX_NODES}"
+        )
+    if heads % kv_heads or nodes < rows:
+        raise ValueError(
+            f"tree_attention: {heads} query heads on {kv_heads} kv heads, {rows} rows of a block "
+            f"of {nodes}: expected a multiple, and no more rows than the block has"
+        )
+    shared = fresh_v is None
+    if shared == (value_width is None) or not 0 < (value_width or 1) <= width:
         raise ValueError(
             f"tree_attention: value_width {value_width} of keys of {width}: expected values, or "
             "how many of the keys' first entries they are"
         )
-    return value_width
+    page_size = 1 if pages_k is None else pages_k.shape[2]
+    return Problem(
+        batch=batch,
+        rows=rows,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        head_dim=width,
+        value_width=value_width or (width if fresh_v is None else fresh_v.shape[-1]),
+        shared_values=shared,
+        page_size=page_size,
+        table_width=0 if page_table is None else page_table.shape[1] * page_size,
+        itemsize=q.dtype.itemsize,
+    )
