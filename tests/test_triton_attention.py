@@ -227,6 +227,7 @@ def problem(case: Case, **changes: Any) -> Problem:
     sizes = Problem(
         batch=len(case.lengths),
         rows=case.rows,
+        nodes=case.fresh,
         kv_heads=case.kv_heads,
         group=case.heads // case.kv_heads,
         head_dim=case.head_dim,
@@ -262,7 +263,7 @@ def test_a_chip_without_room_is_told_the_sizes() -> None:
 @pytest.mark.parametrize("case", [c for c in SERVED if c.rows <= 64], ids=IDS)
 def test_launches_of_few_rows_do_not_depend_on_them(case: Case) -> None:
     for chip in (None, *CHIPS.values()):
-        launches = {launch.choose(problem(case, rows=rows), chip) for rows in (1, 4, 17, 64)}
+        launches = {launch.choose(problem(case, rows=n, nodes=n), chip) for n in (1, 4, 17, 64)}
         assert len(launches) == 1
 
 
@@ -294,7 +295,7 @@ def test_bytes_and_flops_of_a_known_case() -> None:
 
 # --- machine code ---------------------------------------------------------------------------------
 
-SAMPLE = ("smollm2-verify-16x8", "qwen3.5-verify-8x8", "kimi-64-heads-verify-4x8")
+SAMPLE = ("smollm2-verify-16x8", "qwen-256-wide-verify-8x8", "kimi-64-heads-verify-4x8")
 SAMPLE_CHIPS = ("h200", "b200", "rtx-pro-6000")
 
 

@@ -162,7 +162,7 @@ def _llama(name: str, rows: int, batch: int, **other: Any) -> Case:
 def _qwen(name: str, rows: int, batch: int, **other: Any) -> Case:
     full = (8192,) * batch
     return Case(
-        f"qwen3.5-{name}", rows, rows, 16, 2, 256, lengths=full, layers=8, **CONTEXT, **other
+        f"qwen-256-wide-{name}", rows, rows, 16, 2, 256, lengths=full, layers=8, **CONTEXT, **other
     )
 
 

@@ -1,8 +1,8 @@
 """Launch configurations of attention: how rows, keys and the prefix are cut for a chip.
 
-Two regimes. Up to `FEW_ROWS` rows the tiles and parts are a function of everything but the number
-of rows, so that a token has the same bits in decoding and in verification. Beyond, arithmetic
-decides: tiles grow, and the prefix is divided only as far as the chip has room.
+Two regimes. Up to `FEW_ROWS` fresh rows the tiles and parts are a function of everything but the
+number of rows, so that a token has the same bits in decoding and in verification. Beyond,
+arithmetic decides: tiles grow, and the prefix is divided only as far as the chip has room.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pallas_kernels.chips import CHIPS, Chip
 
-FEW_ROWS = 64
+FEW_ROWS = 64  # of the fresh block; also the most under a mask, the bits of two words
 ROWS_PER_DOT = 16  # the fewest that a tensor-core product takes
 WIDE_DOT_ROWS = 64  # from here on Hopper and B200 read operands of a product from shared memory
 MOST_PARTS = 64
@@ -26,7 +26,8 @@ class Problem:
 
     Attributes:
         batch: sequences.
-        rows: n, query rows of a sequence; only their regime matters.
+        rows: n, query rows of a sequence.
+        nodes: m, rows of the fresh block; up to `FEW_ROWS` neither number matters.
         kv_heads: K.
         group: query heads of one kv head.
         head_dim: width of a key.
@@ -39,6 +40,7 @@ class Problem:
 
     batch: int
     rows: int
+    nodes: int
     kv_heads: int
     group: int
     head_dim: int
@@ -47,6 +49,11 @@ class Problem:
     page_size: int
     table_width: int
     itemsize: int = 2
+
+    @property
+    def few(self) -> bool:
+        """The keys' bytes decide, not arithmetic."""
+        return self.nodes <= FEW_ROWS
 
     @property
     def latent(self) -> bool:
@@ -81,12 +88,15 @@ class Config:
         read = width if problem.shared_values else width + value_width
         queries = self.block_m * width
         keys = self.block_kv * read
+        # Stages are shared out between page ids and the keys that they lead to; without a mask
+        # the fresh block has a loop of its own, where keys get all.
+        in_flight = max(-(-(self.num_stages - 2) // 2), 1) if problem.few else self.num_stages - 1
         if self.block_m >= WIDE_DOT_ROWS and chip.capability < (12, 0):
             # B200's tensor memory does not hold wide accumulators: they are rescaled through here.
             spilled = problem.latent and chip.capability >= (10, 0)
-            entries = self.num_stages * keys + queries + spilled * self.block_m * value_width
+            # One more, since such products still read while the next keys arrive.
+            entries = (in_flight + 1) * keys + queries + spilled * self.block_m * value_width
         else:
-            in_flight = max(self.num_stages - 1, 1)
             entries = in_flight * keys + queries + self.block_m * self.block_kv
         return entries * problem.itemsize + SCRATCH_BYTES
 
@@ -121,12 +131,11 @@ def choose(problem: Problem, chip: Chip | None) -> Config:
         ValueError: nothing fits the chip's shared memory; tells the sizes.
     """
     chip = chip or min(CHIPS.values(), key=lambda c: c.shared_memory_per_block)
-    few = problem.rows <= FEW_ROWS
-    most = _rows_of_a_program(problem, chip, few=few)
+    most = _rows_of_a_program(problem, chip)
     for block_m, (block_kv, num_stages) in itertools.product(
         (most >> i for i in range((most // ROWS_PER_DOT).bit_length())), _steps(problem, chip)
     ):
-        tiles = 1 if few else -(-problem.rows * problem.group // block_m)
+        tiles = 1 if problem.few else -(-problem.rows * problem.group // block_m)
         config = Config(
             block_m=block_m,
             block_kv=block_kv,
@@ -143,21 +152,25 @@ def choose(problem: Problem, chip: Chip | None) -> Config:
     )
 
 
-def _rows_of_a_program(problem: Problem, chip: Chip, *, few: bool) -> int:
+def _rows_of_a_program(problem: Problem, chip: Chip) -> int:
     """Rows of 16 nodes fill a tile; wide heads leave room for fewer."""
-    most = 64 if few or problem.head_dim > 128 else 128
+    most = 64 if problem.few or problem.head_dim > 128 else 128
     if problem.latent and chip.capability >= (12, 0):
         most = 32
-    nodes = ROWS_PER_DOT if few else problem.rows
+    nodes = ROWS_PER_DOT if problem.few else problem.rows
     return min(max(_power_of_two(nodes * problem.group), ROWS_PER_DOT), most)
 
 
 def _steps(problem: Problem, chip: Chip) -> list[tuple[int, int]]:
-    """Keys of a step and steps in flight, the best first. With one in flight keys lie twice."""
-    if problem.latent or (problem.head_dim > 128 and chip.capability >= (12, 0)):
-        return [(32, 3), (32, 2), (16, 2)]
-    long = [(128, 3), (128, 2)] if problem.head_dim <= 64 and chip.capability < (12, 0) else []
-    return [*long, (64, 3), (64, 2), (32, 2), (16, 2)]
+    """Keys of a step and stages, the best first. With one stage keys would lie there twice."""
+    consumer = chip.capability >= (12, 0)
+    if problem.latent or (problem.head_dim > 128 and consumer):
+        sizes = (32, 16)
+    elif problem.head_dim <= 64 and not consumer:
+        sizes = (128, 64, 32, 16)
+    else:
+        sizes = (64, 32, 16)
+    return list(itertools.product(sizes, (5, 3) if problem.few else (3, 2)))
 
 
 def _parts(problem: Problem, block_kv: int, chip: Chip, tiles: int) -> int:

@@ -21,10 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import chips
 from pallas_kernels.chips import Chip
 from pallas_kernels.tree_attention import launch
-from pallas_kernels.tree_attention.launch import FEWEST_TILES, Config, Piece, Problem
+from pallas_kernels.tree_attention.launch import FEW_ROWS, FEWEST_TILES, Config, Piece, Problem
 
 LOG2_E = 1.4426950408889634
-MAX_NODES = 64  # of the fresh block under a mask
 WORD_BITS = 32
 COMBINE_COLUMNS = 128
 COMBINE_WARPS = 4
@@ -40,13 +39,11 @@ class Shape:
     Attributes:
         problem: sizes.
         config: the launch.
-        nodes: rows m of the fresh block.
         scale: of the scores, for powers of two.
     """
 
     problem: Problem
     config: Config
-    nodes: int
     scale: float
 
     @property
@@ -209,14 +206,8 @@ def _walk_fresh(
     shape: Shape, refs: Refs, tile: Tile, q: Sequence[Array], carry: Carry, taken: Array | bool
 ) -> Carry:
     """Attends to the rows of the fresh block that are seen, if this program has to."""
-    config, nodes, rows = shape.config, shape.nodes, shape.problem.rows
+    config, nodes, rows = shape.config, shape.problem.nodes, shape.problem.rows
     words = () if refs.bits is None else _load_bits(shape, refs, tile)
-    if words:
-        last = nodes
-    else:  # causal: no row of the tile sees beyond its last row's own
-        last_row = jnp.minimum((tile.index + 1) * config.block_m, shape.group_rows) - 1
-        last = jax.lax.div(last_row, shape.problem.group) + (nodes - rows + 1)
-    tiles = jax.lax.div(jnp.int32(last + config.block_kv - 1), config.block_kv)
 
     def step(index: Array, carry: Carry) -> Carry:
         fresh = index * config.block_kv + jnp.arange(config.block_kv)
@@ -235,6 +226,18 @@ def _walk_fresh(
             visible = fresh[None, :] <= (tile.node + (nodes - rows))[:, None]
         return _attend(q, keys, values, visible, shape.scale, carry)
 
+    if nodes <= FEW_ROWS:
+        # No loop: its steps in flight would take more shared memory than those of the prefix.
+        def steps(carry: Carry) -> Carry:
+            for index in range(-(-nodes // config.block_kv)):
+                carry = step(jnp.int32(index), carry)
+            return carry
+
+        return steps(carry) if taken is True else jax.lax.cond(taken, steps, lambda c: c, carry)
+    # Causal: no row of the tile sees beyond its last row's own.
+    last_row = jnp.minimum((tile.index + 1) * config.block_m, shape.group_rows) - 1
+    last = jax.lax.div(last_row, shape.problem.group) + (nodes - rows + 1)
+    tiles = jax.lax.div(last + (config.block_kv - 1), config.block_kv)
     return jax.lax.fori_loop(0, jnp.where(taken, tiles, 0), step, carry)
 
 
@@ -242,7 +245,7 @@ def _load_bits(shape: Shape, refs: Refs, tile: Tile) -> tuple[Array, ...]:
     """Words of ancestor bits `[bm]`."""
     return tuple(
         pltriton.load(refs.bits.at[tile.sequence, tile.node, word], mask=tile.valid, other=0)
-        for word in range(-(-shape.nodes // WORD_BITS))
+        for word in range(-(-shape.problem.nodes // WORD_BITS))
     )
 
 
@@ -406,7 +409,7 @@ def tree_attention(
     problem = _problem(q, fresh_k, fresh_v, ancestors, pages_k, page_table, value_width)
     config = config or launch.choose(problem, chip or chips.current())
     factor = problem.head_dim**-0.5 if scale is None else scale
-    shape = Shape(problem, config, fresh_k.shape[1], factor * LOG2_E)
+    shape = Shape(problem, config, factor * LOG2_E)
     arrays = {
         "q": q,
         "fresh_k": fresh_k,
@@ -493,10 +496,10 @@ def _problem(
     """The sizes of a call; raises ValueError where they do not fit each other."""
     batch, rows, heads, width = q.shape
     nodes, kv_heads = fresh_k.shape[1:3]
-    if ancestors is not None and nodes > MAX_NODES:
+    if ancestors is not None and nodes > FEW_ROWS:
         raise ValueError(
             f"tree_attention: {nodes} fresh rows under an ancestor mask, expected at most "
-            f"{MAX_NODES}"
+            f"{FEW_ROWS}"
         )
     if heads % kv_heads or nodes < rows:
         raise ValueError(
@@ -513,6 +516,7 @@ def _problem(
     return Problem(
         batch=batch,
         rows=rows,
+        nodes=nodes,
         kv_heads=kv_heads,
         group=heads // kv_heads,
         head_dim=width,
