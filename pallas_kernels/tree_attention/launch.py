@@ -79,6 +79,14 @@ class Config:
     num_warps: int
     num_stages: int
 
+    def deep(self, problem: Problem) -> bool:
+        """Stages are for the prefix alone: the few rows of the fresh block are no loop.
+
+        Page ids take every second stage, so it needs more than three to keep two steps of keys in
+        flight; but a step outside a loop passes through registers.
+        """
+        return problem.few and self.num_stages > 3
+
     def shared_bytes(self, problem: Problem, chip: Chip) -> int:
         """Upper bound of the shared memory of a program."""
         width, value_width = (
@@ -88,14 +96,14 @@ class Config:
         read = width if problem.shared_values else width + value_width
         queries = self.block_m * width
         keys = self.block_kv * read
-        # Stages are shared out between page ids and the keys that they lead to; without a mask
-        # the fresh block has a loop of its own, where keys get all.
-        in_flight = max(-(-(self.num_stages - 2) // 2), 1) if problem.few else self.num_stages - 1
+        in_flight = max(self.num_stages - 1, 1)
+        if self.deep(problem):  # stages are shared out between page ids and the keys they lead to
+            in_flight = -(-(self.num_stages - 2) // 2)
         if self.block_m >= WIDE_DOT_ROWS and chip.capability < (12, 0):
             # B200's tensor memory does not hold wide accumulators: they are rescaled through here.
-            spilled = problem.latent and chip.capability >= (10, 0)
+            rescaled = problem.latent and chip.capability >= (10, 0)
             # One more, since such products still read while the next keys arrive.
-            entries = (in_flight + 1) * keys + queries + spilled * self.block_m * value_width
+            entries = (in_flight + 1) * keys + queries + rescaled * self.block_m * value_width
         else:
             entries = in_flight * keys + queries + self.block_m * self.block_kv
         return entries * problem.itemsize + SCRATCH_BYTES
@@ -170,7 +178,9 @@ def _steps(problem: Problem, chip: Chip) -> list[tuple[int, int]]:
         sizes = (128, 64, 32, 16)
     else:
         sizes = (64, 32, 16)
-    return list(itertools.product(sizes, (5, 3) if problem.few else (3, 2)))
+    # Wide heads and the warp-wide products of sm_120 have no registers left to be deep.
+    deep = problem.few and not problem.latent and not consumer
+    return list(itertools.product(sizes, (5, 3, 2) if deep else (3, 2)))
 
 
 def _parts(problem: Problem, block_kv: int, chip: Chip, tiles: int) -> int:

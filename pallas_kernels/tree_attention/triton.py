@@ -226,7 +226,7 @@ def _walk_fresh(
             visible = fresh[None, :] <= (tile.node + (nodes - rows))[:, None]
         return _attend(q, keys, values, visible, shape.scale, carry)
 
-    if nodes <= FEW_ROWS:
+    if config.deep(shape.problem):
         # No loop: its steps in flight would take more shared memory than those of the prefix.
         def steps(carry: Carry) -> Carry:
             for index in range(-(-nodes // config.block_kv)):
@@ -234,9 +234,10 @@ def _walk_fresh(
             return carry
 
         return steps(carry) if taken is True else jax.lax.cond(taken, steps, lambda c: c, carry)
-    # Causal: no row of the tile sees beyond its last row's own.
-    last_row = jnp.minimum((tile.index + 1) * config.block_m, shape.group_rows) - 1
-    last = jax.lax.div(last_row, shape.problem.group) + (nodes - rows + 1)
+    last = jnp.int32(nodes)
+    if not words:  # causal: no row of the tile sees beyond its last row's own
+        last_row = jnp.minimum((tile.index + 1) * config.block_m, shape.group_rows) - 1
+        last = jax.lax.div(last_row, shape.problem.group) + (nodes - rows + 1)
     tiles = jax.lax.div(last + (config.block_kv - 1), config.block_kv)
     return jax.lax.fori_loop(0, jnp.where(taken, tiles, 0), step, carry)
 
