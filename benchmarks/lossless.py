@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -28,14 +29,19 @@ from eaglejax.config import SamplingParams, SpecPlan
 from eaglejax.draft import Draft, Pending
 from eaglejax.engine.engine import Engine
 from eaglejax.engine.request import Completion, Prompt
+from eaglejax.models.apply import apply
 from eaglejax.models.drafter import Drafter
-from eaglejax.state import EngineState, SlotRows
+from eaglejax.sampling import process, uniform
+from eaglejax.state import EngineState, SlotRows, admission
 from eaglejax.tree import Tree
 
 PLANS = ("1,1,2", "3,1,4", "5,1,6", "4,4,16")
 PROMPTS = Path(__file__).parent / "prompts" / "eval.jsonl"
 # User turns of self-chats of the default model that no drafter was trained on, as token ids.
 HELD_OUT = PROMPTS.with_name("held_out.jsonl")
+
+
+BORDER = 1e-4  # of probability
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class Row:
         plan, temperature, batch, kernels: how it ran.
         prompts, tokens: how much was compared.
         identical: prompts whose tokens are those of plain decoding.
+        borderline: sampled texts that differ, where the coin fell within `BORDER` of the border
+            between the two tokens. XLA's sums depend on the number of rows in their last bits; the
+            kernels' do not, and have none of these.
         acceptance_length: committed tokens a verify step.
     """
 
@@ -58,6 +67,7 @@ class Row:
     prompts: int
     tokens: int
     identical: int
+    borderline: int
     acceptance_length: float | None
 
 
@@ -101,6 +111,33 @@ def scripted_draft(known: Int[np.ndarray, "prompts T"], vocab_size: int, kind: s
     return draft
 
 
+def border_distance(
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    plain: Completion,
+    other: Completion,
+) -> float:
+    """How far the coin was from the border between the first two tokens that differ.
+
+    Infinite where the target's own token is neither of them, or one of the texts just ends.
+    """
+    pairs = zip(plain.token_ids, other.token_ids, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if at is None:
+        return float("inf")
+    ids = jnp.asarray([[*prompt, *plain.token_ids[:at]]], jnp.int32)
+    target, weights = engine.models.target, engine.params.target
+    hidden = apply(target, weights, ids, jnp.arange(ids.shape[1])[None]).hidden[:, -1:]
+    logits = apply(target, weights, hidden, method="logits")
+    sampling = admission([params], [params.seed or 0], ())["sampling"]
+    rows = jax.tree.map(jnp.asarray, sampling)
+    cumulative = jnp.cumsum(process(logits, rows)[0, 0])
+    coin = uniform(rows.seed, jnp.asarray([[ids.shape[1]]]))[0, 0]
+    border = cumulative[min(plain.token_ids[at], other.token_ids[at])]
+    return float(jnp.abs(border / cumulative[-1] - coin))
+
+
 def compare(
     engine: Engine,
     plain: Sequence[Completion],
@@ -111,6 +148,12 @@ def compare(
     """Runs an engine speculatively against the tokens of plain decoding."""
     done = engine.generate(prompts, params, spec="on")
     same = [a.token_ids == b.token_ids for a, b in zip(plain, done, strict=True)]
+    differing = [i for i, identical in enumerate(same) if not identical]
+    borderline = sum(
+        border_distance(engine, engine.encode(prompts[i]), params[i], plain[i], done[i]) < BORDER
+        for i in differing
+        if params[i].temperature > 0
+    )
     accepted = acceptance_length(done)
     return Row(
         drafter=drafter,
@@ -121,6 +164,7 @@ def compare(
         prompts=len(prompts),
         tokens=sum(len(c.token_ids) for c in plain),
         identical=sum(same),
+        borderline=borderline,
         acceptance_length=None if accepted is None else round(accepted, 3),
     )
 
