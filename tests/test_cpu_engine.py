@@ -36,6 +36,7 @@ from eaglejax.models.fused import fusable
 from eaglejax.models.rotary import apply_rotary, rotary_angles
 from eaglejax.models.target import Target
 from eaglejax.quant import QuantTensor, pack_for_cpu, quantise
+from eaglejax.state import EngineState
 from eaglejax.steps import Models, Params
 from tests import kit
 from tests.kit import Kit, Runner
@@ -356,3 +357,22 @@ def test_activations_are_quantised_by_the_kernels_only() -> None:
     assert resolve(EngineConfig(kernels="reference")).activations == "float32"
     with pytest.raises(ConfigError, match="activations = 'int8': only the CPU kernels"):
         resolve(EngineConfig(kernels="reference", activations="int8"))
+
+
+@pytest.mark.parametrize("plan", [PLAIN, SpecPlan(3, 1, 4), SpecPlan(3, 2, 6)])
+def test_no_step_copies_a_pool(plan: SpecPlan) -> None:
+    """A pool that is read after it was written would be copied whole, in every step."""
+    packed = packed_kit()
+    config = CPU.replace(max_slots=3, max_length=64, page_size=PAGE_SIZE, plan=plan)
+    state = EngineState.create(config, packed.target, packed.drafter)
+    slots = np.zeros(1, np.int32)
+    if plan.is_plain:
+        lowered = kit.decode_jit.lower(packed.models, packed.params, state, slots)
+    else:
+        lowered = kit.spec_jit.lower(packed.models, packed.params, state, slots, plan)
+    text = lowered.compile().as_text()
+    assert state.draft is not None
+    for pool in (state.target.k, state.draft.k):
+        shape = f"f32[{','.join(map(str, pool.shape))}]"
+        assert shape in text
+        assert not [line for line in text.splitlines() if f"{shape}" in line and " copy(" in line]
