@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -327,13 +330,14 @@ def test_one_read_a_step_and_the_next_is_dispatched_before_it(
 
 def test_a_report_survives_the_journey():
     rng = np.random.default_rng(0)
-    report = StepOutput(
+    arrays = (
         rng.integers(0, 60000, (5, 4)),
         rng.integers(0, 5, 5),
         rng.integers(0, 4, 5),
         rng.random(5) < 0.5,
         rng.random(5) < 0.5,
-    )  # type: ignore[arg-type]
+    )
+    report = StepOutput(*map(jnp.asarray, arrays))
     back = unpack(np.asarray(pack(report)))
     for field in dataclasses.fields(StepOutput):
         np.testing.assert_array_equal(getattr(back, field.name), getattr(report, field.name))
@@ -366,12 +370,15 @@ def test_a_long_prompt_is_prefilled_between_steps():
 def test_a_step_that_fails_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch):
     engine = engine_of()
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    handles = [engine.submit(prompt, params) for prompt in prompts_of(6)]
+    submitted = threading.Event()
 
     def broken(self: loop.Loop) -> None:
+        submitted.wait(PATIENCE)
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(loop.Loop, "_step", broken)
+    handles = [engine.submit(prompt, params) for prompt in prompts_of(6)]
+    submitted.set()
     for handle in handles:
         with pytest.raises(EngineError, match="the device is gone"):
             handle.result(PATIENCE)
@@ -414,3 +421,19 @@ def test_speculation_without_a_drafter_is_refused_at_start(mode: str):
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     with pytest.raises(RequestError, match=r"60 prompt tokens and max_tokens = 5 make 65.* 64"):
         engine_of().submit([1] * 60, SamplingParams(max_tokens=5))
+
+
+LEAVING = """
+import eaglejax
+engine = eaglejax.load(max_slots=1, max_length=256)
+handle = engine.submit("Once", eaglejax.SamplingParams(max_tokens=200, ignore_eos=True))
+next(iter(handle))
+print("leaving")
+"""
+
+
+def test_a_process_may_end_in_the_middle_of_a_request():
+    run = subprocess.run(
+        [sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (run.returncode, run.stdout) == (0, "leaving\n"), run.stderr

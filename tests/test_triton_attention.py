@@ -130,8 +130,15 @@ def is_float(x: Any) -> bool:
 TREE = Case("tree", 40, 40, 6, 2, 16, page_size=4, lengths=(37, 5), pages=16)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "splits"),
+    [
+        pytest.param(jnp.float32, 1, id="float32-1"),
+        pytest.param(jnp.float32, 4, id="float32-4", marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, 1, id="bfloat16-1", marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, 4, id="bfloat16-4", marks=pytest.mark.slow),
+    ],
+)
 def test_row_has_the_same_bits_among_any_number_of_rows(splits: int, dtype: Any) -> None:
     arguments = TREE.arrays()
     for name in ("q", "fresh_k", "fresh_v", "pages_k", "pages_v"):

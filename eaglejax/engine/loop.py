@@ -14,8 +14,10 @@ in flight, so a slot owns pages for two of them, and its ring is emptied before 
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +85,20 @@ class Counts:
     longest_gap: float = 0.0
 
 
+LEAVE_SECONDS = 10.0  # what a step in flight may take when the process ends
+_alive: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """Ends what still runs: Python would take itself apart under a thread that is inside XLA."""
+    loops = list(_alive)
+    for loop in loops:
+        loop.abort_all()
+    for loop in loops:
+        loop.wait(LEAVE_SECONDS)
+
+
 class Loop:
     """Runs requests while there are any, in a thread of its own that ends when there are none.
 
@@ -111,6 +127,7 @@ class Loop:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._last_read = 0.0
+        _alive.add(self)
 
     # --- for other threads ----------------------------------------------------------------------
 
