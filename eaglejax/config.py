@@ -275,11 +275,15 @@ class SamplingParams:
             self.stop_token_ids,
             "token ids of 0 or more",
         )
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", strings)
+        strings = (self.stop,) if isinstance(self.stop, str) else self.stop
+        several = isinstance(strings, (tuple, list))
         _require(
-            all(isinstance(s, str) and s for s in strings), "stop", strings, "non-empty strings"
+            several and all(isinstance(s, str) and s for s in strings),
+            "stop",
+            strings,
+            "non-empty strings",
         )
+        object.__setattr__(self, "stop", tuple(strings))
 
     @property
     def greedy(self) -> bool:

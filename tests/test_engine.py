@@ -219,6 +219,7 @@ def test_b10_a_stop_string_ends_the_text_before_it():
     assert done.finish_reason == "stop"
     assert done.token_ids == whole.token_ids[: end + len(stop)]
     assert sum(len(c.token_ids) for c in chunks) == len(done.token_ids)
+    assert done.stats.acceptance_length == (end + len(stop) - 1) / done.stats.verify_steps
     assert_books(engine)
 
 
@@ -256,6 +257,19 @@ def test_handles_can_be_read_in_an_event_loop():
     assert asyncio.run(everything()) == expected
 
 
+def test_an_event_loop_that_ends_early_hurts_nobody_else():
+    engine = engine_of()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    handle = engine.submit([1, 2, 3], params)
+
+    async def first() -> None:
+        await anext(aiter(handle))
+
+    asyncio.run(first())
+    assert len(handle.result(PATIENCE).token_ids) == 40
+    assert_books(engine)
+
+
 def test_several_threads_share_the_steps():
     engine = engine_of(dataclasses.replace(BASE, spec="off"))
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -290,6 +304,21 @@ def test_the_mode_of_a_call_ends_with_it():
         engine.generate(prompts_of(1), params, spec="off")
     handle.abort()
     handle.result(PATIENCE)
+
+
+def test_one_call_at_a_time_has_a_mode_of_its_own():
+    engine = engine_of()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    stream = engine.generate([[1, 2]], params, spec="off", stream=True)
+    next(stream)
+    with pytest.raises(RequestError, match="other requests are in flight"):
+        engine.generate([[3, 4]], params, spec="threshold")
+    rest = list(stream)
+    assert rest[-1].completion is not None
+    assert rest[-1].completion.stats.verify_steps == 0
+    assert engine.policy.mode == "on"
+    assert engine.generate([[1, 2]], params, spec="off")[0].stats.verify_steps == 0
+    assert engine.generate([[1, 2]], params)[0].stats.verify_steps > 0
 
 
 # --- overlap ------------------------------------------------------------------------------------
@@ -421,6 +450,30 @@ def test_speculation_without_a_drafter_is_refused_at_start(mode: str):
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     with pytest.raises(RequestError, match=r"60 prompt tokens and max_tokens = 5 make 65.* 64"):
         engine_of().submit([1] * 60, SamplingParams(max_tokens=5))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"priority": True}, "priority = True: expected an integer"),
+        ({"timeout": True}, "timeout = True: expected seconds"),
+        ({"timeout": -1.0}, "timeout = -1.0"),
+        ({"timeout": float("nan")}, "timeout = nan"),
+        ({"timeout": float("inf")}, "timeout = inf"),
+        ({"prompt": [True, 2]}, r"token_ids\[0\] = True"),
+    ],
+)
+def test_a_bad_request_is_refused_where_it_is_made(bad: dict[str, Any], message: str):
+    engine, params = engine_of(), SamplingParams(max_tokens=4, ignore_eos=True)
+    with pytest.raises(RequestError, match=message):
+        engine.submit(**{"prompt": [1], "params": params} | bad)
+    assert len(engine.submit([1], params).result(PATIENCE).token_ids) == 4
+
+
+@pytest.mark.parametrize("stop", [None, 3, ("",), (1,), {"a": 1}])
+def test_stop_strings_are_strings(stop: Any):
+    with pytest.raises(ConfigError, match="stop = "):
+        SamplingParams(stop=stop)
 
 
 LEAVING = """

@@ -40,7 +40,8 @@ def encode_prompt(
     else:
         ids = cast("list[int]", list(prompt))
     for position, token in enumerate(ids):
-        if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+        is_id = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+        if not is_id or not 0 <= token < vocab_size:
             raise RequestError(
                 f"token_ids[{position}] = {token!r}: expected an id from 0 to {vocab_size - 1}"
             )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import queue
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +89,8 @@ class Engine:
     _loop: Loop
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _closed: bool = False
+    # A lock belongs to no thread: a stream may be closed by another one than began it.
+    _mode_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def create(
@@ -180,26 +185,32 @@ class Engine:
         priority: int = 0,
         timeout: float | None = None,
     ) -> Handle:
-        """Starts a request, and returns at once.
+        """Starts a request, and returns.
+
+        A step that was never compiled is compiled first, here: seconds, which do not count.
 
         Args:
             prompt: text, token ids or chat messages.
             params: how it samples.
             priority: higher ones run first; among equals the earlier.
-            timeout: seconds until it is cut off with what it has; its finish reason is then
-                "deadline".
+            timeout: seconds, waiting included, until it is cut off with what it has; its finish
+                reason is then "deadline".
 
         Raises:
             RequestError: it cannot be run; says why.
             EngineError: the engine has stopped or is closed.
         """
         self._check_open()
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority = {priority!r}: expected an integer")
+        if timeout is not None and not _is_duration(timeout):
+            raise RequestError(f"timeout = {timeout!r}: expected seconds, 0 or more")
         request = self._request(0, prompt, params)
         handle = Handle(request.number, lambda: self._abort([request]))
         request.emit, request.priority = handle.put, priority
+        self._compile_for([request])
         if timeout is not None:
             request.deadline = time.monotonic() + timeout
-        self._compile_for([request])
         self._loop.submit([request])
         return handle
 
@@ -337,29 +348,43 @@ class Engine:
         events: queue.SimpleQueue[Chunk | BaseException] = queue.SimpleQueue()
         for request in requests:
             request.emit = events.put
-        own, mode = self.policy.mode, self.policy.mode if spec is None else spec
-        if mode != own and self._loop.busy:
-            raise RequestError(
-                f"spec = {mode!r}: other requests are in flight; their mode is {own!r}"
-            )
         left = len(requests)
+        with self._in_mode(spec):
+            try:
+                self._compile_for(requests)
+                if requests:
+                    self._loop.submit(requests)
+                while left:
+                    event = events.get()
+                    if isinstance(event, BaseException):
+                        raise EngineError(f"the engine has stopped: {event}") from event
+                    left -= event.completion is not None
+                    yield event
+            finally:
+                if left:  # the consumer left: nothing of these requests may go on
+                    self._abort(requests)
+                    self._loop.wait()
+
+    @contextlib.contextmanager
+    def _in_mode(self, mode: SpecMode | None) -> Iterator[None]:
+        """Another speculation mode from an idle engine until it is idle again; one at a time."""
+        own = self.policy.mode
+        if mode is None or mode == own:
+            yield
+            return
+        refused = f"spec = {mode!r}: other requests are in flight; their mode is {own!r}"
+        if not self._mode_lock.acquire(blocking=False):
+            raise RequestError(refused)
         try:
+            if self._loop.busy:
+                raise RequestError(refused)
             self.policy.mode = mode
-            self._compile_for(requests)
-            if requests:
-                self._loop.submit(requests)
-            while left:
-                event = events.get()
-                if isinstance(event, BaseException):
-                    raise EngineError(f"the engine has stopped: {event}") from event
-                left -= event.completion is not None
-                yield event
+            yield
         finally:
-            if left:  # the consumer left: nothing of these requests may go on
-                self._abort(requests)
-            if mode != own or left:
+            if self.policy.mode == mode:
                 self._loop.wait()
-            self.policy.mode = own
+                self.policy.mode = own
+            self._mode_lock.release()
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -433,3 +458,10 @@ class Engine:
             raise StartError(f"start-up check: {bad} of {values.size} logits are not finite")
         if (values.max(-1) == values.min(-1)).any():
             raise StartError("start-up check: all tokens have the same logit")
+
+
+def _is_duration(seconds: object) -> bool:
+    """A number of seconds that a clock can be asked about: not NaN, not infinite."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        return False
+    return math.isfinite(seconds) and seconds >= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -52,8 +53,8 @@ class Handle:
         loop, came = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            # A closed loop has nobody left who could read.
-            if not loop.is_closed():
+            # RuntimeError: the loop is closed, and nobody left who could read.
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(came.set)
 
         with self._changed:

@@ -389,7 +389,6 @@ class Loop:
                 request.absorbed = max(request.absorbed, request.length)
                 if count:
                     request.accepted.append(accepted)
-                    request.verified += count
             request.length += count
         if not count:  # it had ended in the step before
             return
@@ -403,6 +402,7 @@ class Loop:
         pieces: list[tuple[str, bool]] = []
         for i, token in enumerate(tokens):
             request.token_ids.append(token)
+            request.verified += plan is not None and not plan.is_plain
             is_end = stopped and i == count - 1
             text = "" if is_end else request.stops.push(request.decoder.push([token]))
             request.text += text

@@ -30,7 +30,8 @@ class Stats:
         prompt_tokens: ids of the prompt.
         completion_tokens: ids generated, a stop token included.
         verify_steps: speculative steps after prefill; 0 for plain decoding.
-        acceptance_length: committed tokens a verify step; None without one.
+        acceptance_length: tokens of its verify steps over their number; None without one. Where all
+            steps verify, that is (completion_tokens - 1) / verify_steps.
         accepted_per_position: entry i counts the steps that accepted more than i drafts.
         prefill_seconds: until the first token, compilation not counted.
         decode_seconds: from the first token to the last.
