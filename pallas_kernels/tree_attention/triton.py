@@ -8,6 +8,7 @@ also takes the fresh block. A second kernel joins the parts by their log-sum-exp
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -253,12 +254,14 @@ def _load_bits(shape: Shape, refs: Refs, tile: Tile) -> tuple[Array, ...]:
 def _visible(words: Sequence[Array], fresh: Array, block_m: int) -> Array:
     """Which fresh rows `[bkv]` each row sees; none past the last bit."""
     block = (block_m, fresh.shape[0])
-    index = jnp.broadcast_to(fresh[None, :], block)
-    word = jnp.broadcast_to(words[0][:, None], block)
-    if len(words) > 1:
-        word = jnp.where(index < WORD_BITS, word, jnp.broadcast_to(words[1][:, None], block))
-    bit = jax.lax.shift_right_logical(word, index % WORD_BITS) & 1
-    return (bit == 1) & (index < WORD_BITS * len(words))
+    place = jnp.broadcast_to((fresh % WORD_BITS)[None, :], block)
+
+    def seen(number: int, word: Array) -> Array:
+        bit = jax.lax.shift_right_logical(jnp.broadcast_to(word[:, None], block), place) & 1
+        return (bit == 1) & (fresh // WORD_BITS == number)[None, :]
+
+    # Not one word chosen by place: its choice spilled on B200.
+    return functools.reduce(jnp.logical_or, itertools.starmap(seen, enumerate(words)))
 
 
 def _walk(shape: Shape, refs: Refs, tile: Tile, taken: Array | bool) -> Carry:
