@@ -94,7 +94,7 @@ test-slow: $(STAMP) ## run the slow tests (real models, training; minutes)
 	@$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 test-aot: aot ## compile a sample of the kernels and the steps of two models for GPUs that are absent
-	@$(BIN)/python -m pytest tests/test_compile.py $(ARGS)
+	@$(BIN)/python -m pytest -n auto -m "aot and not slow" $(ARGS)
 
 test-latest: $(STAMP_LATEST) ## run the fast tests on Python 3.12 with the newest supported JAX
 	@$(VENV_LATEST)/bin/python -m pytest -n auto $(ARGS)

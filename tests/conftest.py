@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from flax import struct
 
 import tests.typechecker  # noqa: F401  (looked up by name, see addopts in pyproject.toml)
+from eaglejax import aot
 
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
@@ -20,6 +22,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # pyproject.toml turns shape checks on for every function of the packages (jaxtyping's import hook).
 # Fields of pytrees are left out: JAX rebuilds pytrees with shapes, shardings or flags as leaves.
 struct.PyTreeNode.__no_type_check__ = True
+
+
+@functools.cache
+def _missing_compiler() -> str:
+    try:
+        aot.toolchain()
+        aot._disassembler()
+    except aot.MissingCompiler as missing:
+        return str(missing)
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("aot") and _missing_compiler():
+        pytest.skip(_missing_compiler())
 
 
 @pytest.fixture(scope="session")

@@ -29,18 +29,6 @@ from pallas_kernels.int4_matmul.reference import int4_matmul
 Struct = jax.ShapeDtypeStruct
 
 
-def missing() -> str | None:
-    try:
-        aot.toolchain()
-        aot._disassembler()
-    except aot.MissingCompiler as error:
-        return str(error)
-    return None
-
-
-needs_compiler = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
-
 def compiled(*options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "eaglejax.cli", "compile", *options, "--json"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
@@ -51,7 +39,7 @@ def compiled(*options: str) -> dict[str, Any]:
 # --- steps of models ------------------------------------------------------------------------------
 
 
-@needs_compiler
+@pytest.mark.aot
 @pytest.mark.parametrize(
     ("model", "least", "most"), [("smollm2", 0.08e9, 0.12e9), ("llama-3.1-8b", 5.5e9, 6.2e9)]
 )
@@ -92,7 +80,7 @@ SAMPLE = (
 )
 
 
-@needs_compiler
+@pytest.mark.aot
 def test_a_sample_of_the_kernels_compiles_for_each_generation_without_spills() -> None:
     options = [f"--gpu={gpu}" for gpu in GPUS] + [f"--case={case}" for case in SAMPLE]
     found = compiled("--kernels", *options)["kernels"]

@@ -10,11 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.int4_matmul import cases, launch, programs, reference, triton
 from pallas_kernels.int4_matmul.api import gated_matmul, int4_matmul
 from pallas_kernels.int4_matmul.stack import Stack
+from tests import gpu_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = (*cases.RAGGED, cases.Case("whole-column-100", 100, 48, group_size=100, minimum=True))
@@ -420,21 +418,10 @@ def report(chip: Chip, case: str, function: Any, arguments: Any) -> list[dict[st
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
     """The sample, compiled in a process of its own: it loads the CUDA plugin."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.test_triton_matmul"],
-        cwd=ROOT,
-        # Triton remarks on each small dot, and LLVM symbolises the stack of each remark: minutes.
-        env=os.environ | {"LLVM_DISABLE_SYMBOLIZATION": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    answer = json.loads(run.stdout.splitlines()[-1])
-    if "missing" in answer:
-        pytest.skip(answer["missing"])
-    return answer["kernels"]
+    return gpu_compiler.elsewhere("tests.test_triton_matmul")
 
 
+@pytest.mark.aot
 def test_kernels_compile_for_absent_gpus_without_spills(compiled: list[dict[str, Any]]) -> None:
     assert {(k["chip"], k["case"]) for k in compiled} == {
         (chip, case) for chip in SAMPLE_CHIPS for case in (*SAMPLE, "float32")
@@ -447,6 +434,7 @@ def test_kernels_compile_for_absent_gpus_without_spills(compiled: list[dict[str,
         assert (kernel["tensor_core_instructions"] > 0) == (kernel["case"] != "float32"), kernel
 
 
+@pytest.mark.aot
 def test_shared_memory_is_not_underestimated(compiled: list[dict[str, Any]]) -> None:
     for kernel in compiled:
         if kernel["case"] == "float32":
@@ -458,9 +446,4 @@ def test_shared_memory_is_not_underestimated(compiled: list[dict[str, Any]]) -> 
 
 
 if __name__ == "__main__":
-    try:
-        aot.prepare()
-    except aot.MissingCompiler as missing:
-        print(json.dumps({"missing": str(missing)}))
-    else:
-        print(json.dumps({"kernels": compile_sample()}))
+    gpu_compiler.answer(compile_sample)

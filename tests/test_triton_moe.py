@@ -7,13 +7,8 @@ Kernels run in Pallas' interpreter, where what is never written is not-a-number.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,8 +21,8 @@ from pallas_kernels.chips import CHIPS
 from pallas_kernels.int4_matmul.launch import Problem
 from pallas_kernels.int4_matmul.stack import Stack
 from pallas_kernels.moe_int4 import api, cases, launch, programs, reference, triton
+from tests import gpu_compiler
 
-ROOT = Path(__file__).resolve().parent.parent
 IDS: Any = str
 QUICK = {"xla_backend_optimization_level": 0}
 
@@ -219,21 +214,10 @@ def compile_sample() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
     """The sample, compiled in a process of its own: it loads the CUDA plugin."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.test_triton_moe"],
-        cwd=ROOT,
-        # Triton remarks on each small dot, and LLVM symbolises the stack of each remark: minutes.
-        env=os.environ | {"LLVM_DISABLE_SYMBOLIZATION": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    answer = json.loads(run.stdout.splitlines()[-1])
-    if "missing" in answer:
-        pytest.skip(answer["missing"])
-    return answer["kernels"]
+    return gpu_compiler.elsewhere("tests.test_triton_moe")
 
 
+@pytest.mark.aot
 def test_kernels_compile_for_absent_gpus_without_spills(compiled: list[dict[str, Any]]) -> None:
     assert len(compiled) == 2 * len(SAMPLE) * len(SAMPLE_CHIPS)
     for kernel in compiled:
@@ -244,9 +228,4 @@ def test_kernels_compile_for_absent_gpus_without_spills(compiled: list[dict[str,
 
 
 if __name__ == "__main__":
-    try:
-        aot.prepare()
-    except aot.MissingCompiler as missing:
-        print(json.dumps({"missing": str(missing)}))
-    else:
-        print(json.dumps({"kernels": compile_sample()}))
+    gpu_compiler.answer(compile_sample)

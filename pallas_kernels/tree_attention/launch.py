@@ -16,6 +16,7 @@ FEW_ROWS = 64  # of the fresh block; also the most under a mask, the bits of two
 ROWS_PER_DOT = 16  # the fewest that a tensor-core product takes
 WIDE_DOT_ROWS = 64  # from here on Hopper and B200 read operands of a product from shared memory
 MOST_PARTS = 64
+USUAL_NODES = 4  # of a verification, for the number of parts: many heads need no more programs
 FEWEST_TILES = 2  # of a part: joining parts costs more than walking a tile
 SCRATCH_BYTES = 2048  # of layout changes, reductions over warps and barriers
 
@@ -54,6 +55,11 @@ class Problem:
     def few(self) -> bool:
         """The keys' bytes decide, not arithmetic."""
         return self.nodes <= FEW_ROWS
+
+    @property
+    def exact(self) -> bool:
+        """float32: without tensor cores, operands of a product lie in registers."""
+        return self.itemsize > 2
 
     @property
     def latent(self) -> bool:
@@ -143,7 +149,7 @@ def choose(problem: Problem, chip: Chip | None) -> Config:
     for block_m, (block_kv, num_stages) in itertools.product(
         (most >> i for i in range((most // ROWS_PER_DOT).bit_length())), _steps(problem, chip)
     ):
-        tiles = 1 if problem.few else -(-problem.rows * problem.group // block_m)
+        tiles = -(-(USUAL_NODES if problem.few else problem.rows) * problem.group // block_m)
         config = Config(
             block_m=block_m,
             block_kv=block_kv,
@@ -165,6 +171,8 @@ def _rows_of_a_program(problem: Problem, chip: Chip) -> int:
     most = 64 if problem.few or problem.head_dim > 128 else 128
     if problem.latent and chip.capability >= (12, 0):
         most = 32
+    if problem.exact:
+        most = ROWS_PER_DOT
     nodes = ROWS_PER_DOT if problem.few else problem.rows
     return min(max(_power_of_two(nodes * problem.group), ROWS_PER_DOT), most)
 
@@ -172,6 +180,8 @@ def _rows_of_a_program(problem: Problem, chip: Chip) -> int:
 def _steps(problem: Problem, chip: Chip) -> list[tuple[int, int]]:
     """Keys of a step and stages, the best first. With one stage keys would lie there twice."""
     consumer = chip.capability >= (12, 0)
+    if problem.exact:
+        return [(16, 3), (16, 2)]
     if problem.latent or (problem.head_dim > 128 and consumer):
         sizes = (32, 16)
     elif problem.head_dim <= 64 and not consumer:
